@@ -1,0 +1,49 @@
+"""The command ``tetrad``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from tetrad import __version__
+from tetrad.cli import demo, generate, inspect
+from tetrad.cli.flags import Parser
+from tetrad.errors import TetradError
+
+Command = Callable[[argparse.ArgumentParser, argparse.Namespace], int]
+
+
+def build_parser() -> Parser:
+    """The parser of all subcommands."""
+    parser = Parser(prog="tetrad", description="DeepSeek-V4 inference with a 4-bit lightning-indexer key cache.")
+    parser.add_argument("--version", action="version", version=f"tetrad {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for module in (generate, inspect, demo):
+        module.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Exit codes: 0 done, 1 something could not be served, 2 wrong flags, 130 interrupted."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    arguments = sys.argv[1:] if argv is None else argv
+    parsed = build_parser().parse_args(arguments)
+    if getattr(parsed, "verbose", False):
+        logging.getLogger("tetrad").setLevel(logging.INFO)
+    try:
+        return parsed.run(parsed.parser, parsed)
+    except TetradError as error:
+        print(f"tetrad: error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output left; there is nobody to tell
+        return 1
+    except KeyboardInterrupt:
+        print("tetrad: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

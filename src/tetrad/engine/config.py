@@ -1,0 +1,237 @@
+"""The engine's configuration once everything is decided: checked values, caches, sizes, and a hash of it all."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+from tetrad.cache.spec import CacheSizes, CacheSpec, format_bytes
+from tetrad.engine.args import EngineArgs
+from tetrad.errors import ConfigError
+from tetrad.geometry import IndexDtype, KVDtype, blocks_for, check_block_size, window_blocks_bound
+from tetrad.models.config import ModelConfig
+from tetrad.models.linear import ActivationQuant
+from tetrad.ops.backends import Problem, offers
+from tetrad.platforms import Platform, ResolvedIndexDtype, current_platform, resolve_index_dtype
+
+LOGITS_BUDGET_VARIABLE = "ATOM_SPARSE_INDEXER_LOGITS_BUDGET_MB"
+DEFAULT_LOGITS_BUDGET_MB = 2048
+DEFAULT_CPU_CACHE_GB = 4.0
+_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
+_SUFFIXES = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+
+
+def parse_tokens(value: int | str, name: str) -> int:
+    """A number of tokens: 131072, "131072", "128K" (times 1024) or "128k" (times 1000)."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"(\d+)([kKmM]?)", value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(f"{name} {value!r} is not a number of tokens; write 131072, 128K (131072) or 128k (128000)")
+    return int(match[1]) * _SUFFIXES[match[2]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the engine is built from. Made by ``resolve``; every later decision reads it, none asks again."""
+
+    args: EngineArgs
+    model: ModelConfig
+    device: torch.device
+    platform: Platform
+    dtype: torch.dtype
+    kv_cache_dtype: KVDtype
+    index_cache_dtype: ResolvedIndexDtype
+    activation_quant: ActivationQuant
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    logits_budget_bytes: int
+
+    @classmethod
+    def resolve(cls, args: EngineArgs, *, platform: Platform | None = None) -> EngineConfig:
+        """Check every option and decide what was left open.
+
+        Raises:
+            ConfigError: names the option, its value and what to give instead.
+        """
+        if not args.model:
+            raise ConfigError("no model was named; give the folder of a checkpoint")
+        check_block_size(args.block_size)
+        model = ModelConfig.from_pretrained(args.model, args.hf_overrides)
+        device = _device(args.device)
+        platform = platform or current_platform(device)
+        dtype = _DTYPES[model.torch_dtype if args.dtype == "auto" else _choice(args, "dtype")]
+        max_model_len = _max_model_len(args, model)
+        tokens = parse_tokens(args.max_num_batched_tokens, "max_num_batched_tokens")
+        _at_least("max_num_batched_tokens", tokens, 1)
+        _at_least("max_num_seqs", args.max_num_seqs, 1)
+        if not args.enable_chunked_prefill and tokens < max_model_len:
+            raise ConfigError(
+                f"without chunked prefill a step must be able to hold a whole sequence, but max_num_batched_tokens "
+                f"{tokens} is below max_model_len {max_model_len}; raise the first, lower the second, or enable "
+                f"chunked prefill"
+            )
+        kv_choice = _choice(args, "kv_cache_dtype")
+        if kv_choice == "auto":
+            kv_choice = "fp8" if model.quantized else {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+        return cls(
+            args=args,
+            model=model,
+            device=device,
+            platform=platform,
+            dtype=dtype,
+            kv_cache_dtype=KVDtype(kv_choice),
+            index_cache_dtype=_index_dtype(args, model, platform),
+            activation_quant=ActivationQuant(_choice(args, "linear_activation_quant")),
+            max_model_len=max_model_len,
+            max_num_batched_tokens=tokens,
+            max_num_seqs=args.max_num_seqs,
+            logits_budget_bytes=_logits_budget_mb(args) << 20,
+        )
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """The caches of this model in these dtypes."""
+        model = self.model
+        return CacheSpec(
+            layer_ratios=model.compress_ratios,
+            head_dim=model.head_dim,
+            rope_dim=model.qk_rope_head_dim,
+            index_head_dim=model.index_head_dim,
+            window=model.sliding_window,
+            kv_dtype=self.kv_cache_dtype,
+            index_dtype=IndexDtype(self.index_cache_dtype.dtype),
+            compute_dtype=self.dtype,
+        )
+
+    def cache_sizes(self, available_bytes: int) -> CacheSizes:
+        """How many blocks fit into ``available_bytes`` beside the window blocks and the compressor states.
+
+        Raises:
+            ConfigError: with the arithmetic, where not even one sequence of max_model_len fits.
+        """
+        spec = self.cache_spec
+        windows = window_blocks_bound(self.max_num_seqs, self.max_num_batched_tokens, spec.window)
+        window_bytes = windows * spec.window_block_bytes
+        state_bytes = self.max_num_seqs * spec.state_bytes
+        block_bytes = sum(spec.block_bytes.values())
+        needed = blocks_for(self.max_model_len)
+        useful = needed * self.max_num_seqs
+        if self.args.num_gpu_blocks_override is not None:
+            blocks = self.args.num_gpu_blocks_override
+        elif block_bytes:
+            blocks = min(max(available_bytes - window_bytes - state_bytes, 0) // block_bytes, useful)
+        else:
+            blocks = useful if window_bytes <= available_bytes else 0
+        if blocks < needed:
+            total = window_bytes + state_bytes + needed * block_bytes
+            raise ConfigError(
+                f"the caches do not fit: {windows} window blocks x {format_bytes(spec.window_block_bytes)} = "
+                f"{format_bytes(window_bytes)}, {self.max_num_seqs} compressor states x "
+                f"{format_bytes(spec.state_bytes)} = {format_bytes(state_bytes)}, and one sequence of max_model_len "
+                f"{self.max_model_len} needs {needed} blocks x {format_bytes(block_bytes)} = "
+                f"{format_bytes(needed * block_bytes)}: {format_bytes(total)} in all, but there are "
+                f"{format_bytes(available_bytes)}, which leave {blocks} blocks. Lower --max-model-len, --max-num-seqs or "
+                f"--max-num-batched-tokens, or raise --kv-cache-memory-gb"
+            )
+        return CacheSizes(blocks, windows, self.max_num_seqs)
+
+    def compute_hash(self) -> str:
+        """SHA-256 over everything that changes what is computed or how the caches lie, as hex digits."""
+        factors = {
+            "model": {key: str(value) for key, value in dataclasses.asdict(self.model).items()},
+            "device": self.device.type,
+            "platform": str(self.platform),
+            "dtype": str(self.dtype),
+            "kv_cache_dtype": str(self.kv_cache_dtype),
+            "index_cache_dtype": self.index_cache_dtype.dtype,
+            "linear_activation_quant": str(self.activation_quant),
+            "block_size": self.args.block_size,
+            "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_seqs": self.max_num_seqs,
+            "torch": torch.__version__,
+        }
+        return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()
+
+
+def _choice(args: EngineArgs, name: str) -> str:
+    """The value of an option that has a fixed set of them."""
+    field = next(field for field in dataclasses.fields(args) if field.name == name)
+    value, choices = getattr(args, name), field.metadata["choices"]
+    if value not in choices:
+        raise ConfigError(f"{name} {value!r} is not known; choose one of {', '.join(choices)}")
+    return value
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device {name!r} is not known; choose auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported; choose auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
+    return device
+
+
+def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
+    limit = model.max_position_embeddings
+    if args.max_model_len is None:
+        return limit
+    length = parse_tokens(args.max_model_len, "max_model_len")
+    _at_least("max_model_len", length, 2)
+    if length > limit:
+        raise ConfigError(
+            f"max_model_len {length} is above the model's max_position_embeddings {limit}; lower it, or raise the "
+            f"model's with --hf-overrides"
+        )
+    return length
+
+
+def _index_dtype(args: EngineArgs, model: ModelConfig, platform: Platform) -> ResolvedIndexDtype:
+    requested = _choice(args, "index_cache_dtype")
+    if args.enable_deepseek_v4_fp4_indexer:
+        if requested not in ("auto", "fp4", "mxfp4"):
+            raise ConfigError(
+                f"enable_deepseek_v4_fp4_indexer asks for an fp4 index cache and index_cache_dtype for {requested}; "
+                f"give only one of them"
+            )
+        requested = "fp4"
+    return resolve_index_dtype(
+        requested,
+        index_head_dim=model.index_head_dim,
+        platform=platform,
+        offers=offers("indexer_logits", platform, Problem("fp4", model.index_head_dim, model.index_n_heads)),
+        strict=args.strict_index_cache_dtype,
+    )
+
+
+def _logits_budget_mb(args: EngineArgs) -> int:
+    """The option, else the environment variable, else 2048."""
+    value: int | str | None = args.indexer_logits_budget_mb
+    name = "indexer_logits_budget_mb"
+    if value is None:
+        value, name = os.environ.get(LOGITS_BUDGET_VARIABLE, DEFAULT_LOGITS_BUDGET_MB), LOGITS_BUDGET_VARIABLE
+    try:
+        number = int(value)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"{name} must be a number of MiB, 0 (unlimited) or more, not {value!r}")
+    return number

@@ -1,0 +1,142 @@
+"""DeepSeek-V4: embedding, layers of attention and experts joined by hyper-connections, head.
+
+Module and parameter names are those of the released checkpoints, so a tensor's name is its address here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tetrad.cache.kv_cache import KVCaches, LayerCache
+from tetrad.models.attention import Attention
+from tetrad.models.config import LayerKind, ModelConfig
+from tetrad.models.hyper_connections import MixWeights, collapse, expand, head_collapse, mix_weights
+from tetrad.models.linear import ActivationQuant, Linear, Norm
+from tetrad.models.moe import MoE
+from tetrad.models.rotary import inverse_frequencies
+from tetrad.models.step import AttentionMetadata, StepInputs
+from tetrad.ops.row_invariant import rms_norm
+
+
+def _fp32(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+
+
+class Layer(nn.Module):
+    """Attention, then experts, each between a collapse and an expansion of the residual streams."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        dtype: torch.dtype,
+        quant: ActivationQuant,
+        logits_budget: int,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        count = config.hc_mult
+        mixes = 2 * count + count * count
+        kind: LayerKind = config.layer_kinds[index]
+        self.attn = Attention(config, kind, dtype, quant, logits_budget)
+        self.ffn = MoE(config, index < config.num_hash_layers, dtype, quant)
+        self.attn_norm = Norm(config.hidden_size)
+        self.ffn_norm = Norm(config.hidden_size)
+        self.hc_attn_fn, self.hc_ffn_fn = _fp32(mixes, count * config.hidden_size), _fp32(
+            mixes, count * config.hidden_size
+        )
+        self.hc_attn_base, self.hc_ffn_base = _fp32(mixes), _fp32(mixes)
+        self.hc_attn_scale, self.hc_ffn_scale = _fp32(3), _fp32(3)
+
+    def _mix(self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> MixWeights:
+        config = self.config
+        return mix_weights(
+            streams,
+            fn,
+            scale,
+            base,
+            norm_eps=config.rms_norm_eps,
+            hc_eps=config.hc_eps,
+            sinkhorn_iters=config.hc_sinkhorn_iters,
+        )
+
+    def forward(self, streams: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> Tensor:
+        """streams: [R, N, D] -> [R, N, D]."""
+        eps = self.config.rms_norm_eps
+        weights = self._mix(streams, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base)
+        x = rms_norm(collapse(streams, weights.pre), self.attn_norm.weight, eps)
+        streams = expand(streams, self.attn(x, metadata, cache), weights)
+
+        weights = self._mix(streams, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base)
+        x = rms_norm(collapse(streams, weights.pre), self.ffn_norm.weight, eps)
+        return expand(streams, self.ffn(x, metadata.inputs.input_ids), weights)
+
+
+class Embedding(nn.Module):
+    """One vector per token id, [vocabulary, D] in the compute dtype."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty((vocab_size, hidden_size), dtype=dtype), requires_grad=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """int64 [R] -> [R, D]."""
+        return self.weight[input_ids]
+
+
+class DeepseekV4(nn.Module):
+    """The model. ``dtype`` is the compute dtype; norms, gates, compressors, mHC and the head stay fp32."""
+
+    window_frequencies: Tensor
+    compress_frequencies: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        quant: ActivationQuant = ActivationQuant.NONE,
+        logits_budget_bytes: int = 2048 << 20,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = nn.ModuleList(
+            Layer(config, index, dtype, quant, logits_budget_bytes) for index in range(config.num_hidden_layers)
+        )
+        self.norm = Norm(config.hidden_size)
+        self.head = Linear(config.hidden_size, config.vocab_size, torch.float32)
+        self.hc_head_fn = _fp32(config.hc_mult, config.hc_mult * config.hidden_size)
+        self.hc_head_base, self.hc_head_scale = _fp32(config.hc_mult), _fp32(1)
+        for name, compressed in (("window_frequencies", False), ("compress_frequencies", True)):
+            self.register_buffer(name, inverse_frequencies(config, compressed=compressed), persistent=False)
+
+    def metadata(self, inputs: StepInputs) -> AttentionMetadata:
+        """The step's metadata, to be built once and given to ``forward``."""
+        return AttentionMetadata.build(inputs, self.config, self.window_frequencies, self.compress_frequencies)
+
+    @torch.no_grad()
+    def forward(self, inputs: StepInputs, metadata: AttentionMetadata, caches: KVCaches) -> Tensor:
+        """Run the rows of one step, writing their keys into ``caches``. Returns logits fp32 [S, vocabulary]."""
+        return self.logits(self.streams(inputs, metadata, caches)[inputs.logits_rows])
+
+    def streams(self, inputs: StepInputs, metadata: AttentionMetadata, caches: KVCaches) -> Tensor:
+        """The residual streams after the last layer, [R, N, D]."""
+        streams = self.embed(inputs.input_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        for layer, cache in zip(self.layers, caches.layers, strict=True):
+            streams = layer(streams, metadata, cache)
+        return streams
+
+    def logits(self, streams: Tensor) -> Tensor:
+        """Collapse, norm and head of the chosen rows: [S, N, D] -> fp32 [S, vocabulary]."""
+        config = self.config
+        hidden = head_collapse(
+            streams,
+            self.hc_head_fn,
+            self.hc_head_scale,
+            self.hc_head_base,
+            norm_eps=config.rms_norm_eps,
+            hc_eps=config.hc_eps,
+        )
+        return self.head(rms_norm(hidden, self.norm.weight, config.rms_norm_eps).float())

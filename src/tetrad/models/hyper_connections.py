@@ -1,0 +1,94 @@
+"""Manifold-constrained hyper-connections (mHC): four residual streams instead of one.
+
+Before a sub-layer the streams are mixed into one input (weights ``pre``); after it, its output is added to every
+stream (weights ``post``) and the streams are mixed among themselves by a doubly stochastic matrix ``comb``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tetrad.ops.row_invariant import linear, sigmoid
+
+
+class MixWeights(NamedTuple):
+    """The mixing weights of R rows: pre and post fp32 [R, N], comb fp32 [R, N, N]."""
+
+    pre: Tensor
+    post: Tensor
+    comb: Tensor
+
+
+def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
+    """(fn . x) / rms(x) over all N * D channels of a row, fp32 [R, outputs]."""
+    flat = streams.flatten(1).float()
+    return linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+
+
+def mix_weights(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, norm_eps: float, hc_eps: float, sinkhorn_iters: int
+) -> MixWeights:
+    """The weights of one sub-layer from the streams themselves.
+
+    pre = sigmoid(m_pre scale_0 + base) + eps, post = 2 sigmoid(m_post scale_1 + base), comb = Sinkhorn(m_comb scale_2
+    + base). streams: [R, N, D]; fn: fp32 [2N + N^2, N D]; scale: fp32 [3]; base: fp32 [2N + N^2].
+    """
+    count = streams.shape[1]
+    mixes = _mixes(streams, fn, norm_eps)
+    pre = sigmoid(mixes[:, :count] * scale[0] + base[:count]) + hc_eps
+    post = 2.0 * sigmoid(mixes[:, count : 2 * count] * scale[1] + base[count : 2 * count])
+    comb = (mixes[:, 2 * count :] * scale[2] + base[2 * count :]).unflatten(1, (count, count))
+    return MixWeights(pre, post, sinkhorn(comb, hc_eps, sinkhorn_iters))
+
+
+def sinkhorn(logits: Tensor, eps: float, iterations: int) -> Tensor:
+    """Row softmax, then alternate column and row normalisation, ending on columns; fp32 [R, N, N].
+
+    ``iterations`` counts the column normalisations. Every denominator has ``eps`` added, the softmax ``eps`` as well.
+    """
+    comb = torch.exp(logits - logits.amax(-1, keepdim=True))
+    comb = comb / _row_sum(comb) + eps
+    comb = comb / (_column_sum(comb) + eps)
+    for _ in range(iterations - 1):
+        comb = comb / (_row_sum(comb) + eps)
+        comb = comb / (_column_sum(comb) + eps)
+    return comb
+
+
+def _row_sum(comb: Tensor) -> Tensor:
+    return _ordered_sum(comb.unbind(-1)).unsqueeze(-1)
+
+
+def _column_sum(comb: Tensor) -> Tensor:
+    return _ordered_sum(comb.unbind(-2)).unsqueeze(-2)
+
+
+def _ordered_sum(terms: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """The sub-layer's input: sum_j pre_j X_j in fp32, cast to the dtype of the streams; [R, D]."""
+    return _ordered_sum([pre[:, j, None] * streams[:, j].float() for j in range(streams.shape[1])]).to(streams.dtype)
+
+
+def expand(streams: Tensor, output: Tensor, weights: MixWeights) -> Tensor:
+    """The new streams: X'_k = post_k o + sum_j comb_jk X_j (over the *first* index), in fp32; [R, N, D]."""
+    result = weights.post.unsqueeze(-1) * output.float().unsqueeze(1)
+    for j in range(streams.shape[1]):
+        result = result + weights.comb[:, j, :, None] * streams[:, j, None].float()
+    return result.to(streams.dtype)
+
+
+def head_collapse(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, norm_eps: float, hc_eps: float
+) -> Tensor:
+    """The final collapse before the norm and the head: pre-weights only. fn: fp32 [N, N D]; scale [1]; base [N]."""
+    pre = sigmoid(_mixes(streams, fn, norm_eps) * scale[0] + base) + hc_eps
+    return collapse(streams, pre)

@@ -1,0 +1,62 @@
+"""The lightning indexer: a small scorer that chooses which compressed entries a query attends to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tetrad.cache.kv_cache import LayerCache
+from tetrad.geometry import CSA_RATIO
+from tetrad.models.compressor import Compressor
+from tetrad.models.config import ModelConfig
+from tetrad.models.linear import ActivationQuant, Linear
+from tetrad.models.step import AttentionMetadata
+from tetrad.ops import index_topk, quantize_index_query, write_index_keys
+from tetrad.ops.index_keys import index_key_vectors
+
+
+class Indexer(nn.Module):
+    """score(p, j) = sum_h w_h relu(q_h . k_j) over the stored, quantised keys; the top ``index_topk`` are attended.
+
+    Queries and keys are rotated by RoPE and by a Hadamard matrix before they are quantised. The keys come from a
+    compressor of the indexer's own, at ratio 4.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, quant: ActivationQuant, logits_budget: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.eps, self.dtype, self.logits_budget = config.rms_norm_eps, dtype, logits_budget
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.head_dim, dtype, quant)
+        # fp32 on purpose: head weights are not rounded, so equal scores stay rare
+        self.weights_proj = Linear(config.hidden_size, self.heads, torch.float32)
+        self.compressor = Compressor(config.hidden_size, self.head_dim, CSA_RATIO)
+        self.weight_scale = self.head_dim**-0.5 * self.heads**-0.5
+
+    def forward(self, x: Tensor, q_latent: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> Tensor:
+        """x: [R, D]; q_latent: [R, q_lora_rank], already normed. Returns the chosen entries, int32 [R, topk]."""
+        assert metadata.csa is not None
+        assert cache.index_pages is not None
+        assert cache.index_layout is not None
+        assert cache.index_state is not None
+        inputs, plan = metadata.inputs, metadata.csa
+        pooled = self.compressor(x, inputs.positions, plan, cache.index_state)
+        keys = index_key_vectors(pooled, self.compressor.norm.weight, self.eps, *plan.rotation, dtype=self.dtype)
+        write_index_keys(keys, cache.index_pages, plan.entry_slots, cache.index_layout)
+        query, query_scale = quantize_index_query(
+            self.wq_b(q_latent).unflatten(1, (self.heads, self.head_dim)),
+            *metadata.compress_rotation,
+            cache.index_layout.dtype,
+        )
+        return index_topk(
+            query,
+            query_scale,
+            self.weights_proj(x) * self.weight_scale,
+            cache.index_pages,
+            inputs.block_tables,
+            inputs.row_request,
+            metadata.visible_csa,
+            self.topk,
+            width=metadata.index_width,
+            logits_budget_bytes=self.logits_budget,
+            plan=metadata.indexer_plan,
+        )

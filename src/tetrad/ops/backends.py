@@ -1,0 +1,106 @@
+"""Which back ends each op has, and which of them computes a given problem on a given device.
+
+A back end is a module beside the op's public function, with functions of the same names and parameters that leave the
+checking of arguments to it. The choice depends only on the device and on the problem, never on a tensor's values, and
+is remembered: an engine makes it once, with :func:`choose_backend`, and calling an op only looks it up.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from tetrad.errors import ConfigError
+from tetrad.platforms import Offer, Platform, current_platform
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a back end's offer may depend on besides the platform. Zero or "" where an op has no such thing.
+
+    ``dtype`` is how keys are stored ("fp4", "fp8", "bf16", "fp32"), ``heads`` the number of query heads.
+    """
+
+    dtype: str = ""
+    head_dim: int = 0
+    heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A back end of one op: ``supports(platform, problem)`` says (supported, reason) and imports nothing to do so."""
+
+    name: str
+    module: str
+    supports: Callable[[Platform, Problem], tuple[bool, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The back end that was chosen: its module, and (name, reason) of every one that was preferred but refused."""
+
+    op: str
+    name: str
+    module: ModuleType
+    reason: str
+    refusals: tuple[tuple[str, str], ...]
+
+
+def _serves_everything(platform: Platform, problem: Problem) -> tuple[bool, str]:
+    return True, "plain torch runs on every device"
+
+
+def _reference(op: str) -> Backend:
+    return Backend("reference", f"tetrad.ops.{op}.reference", _serves_everything)
+
+
+BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "indexer_logits": (_reference("indexer_logits"),),
+    "topk_indices": (_reference("topk_indices"),),
+    "plan_indexer": (_reference("plan_indexer"),),
+    "index_keys": (_reference("index_keys"),),
+    "kv_entries": (_reference("kv_entries"),),
+    "compress": (_reference("compress"),),
+    "sparse_attention": (_reference("sparse_attention"),),
+}
+"""The back ends of every op, the preferred one first. The last one serves everything."""
+
+
+def offers(op: str, platform: Platform, problem: Problem) -> tuple[Offer, ...]:
+    """What every back end of ``op`` answers, in order of preference.
+
+    :raises ConfigError: if there is no such op
+    """
+    return tuple(Offer(op, backend.name, *backend.supports(platform, problem)) for backend in _backends(op))
+
+
+@functools.cache
+def choose_backend(op: str, platform: Platform, problem: Problem) -> Choice:
+    """The first back end of ``op`` that supports the problem on the platform.
+
+    :raises ConfigError: if there is no such op, or none of its back ends supports the problem
+    """
+    refusals: list[tuple[str, str]] = []
+    for backend, offer in zip(_backends(op), offers(op, platform, problem), strict=True):
+        if offer.supported:
+            return Choice(op, backend.name, importlib.import_module(backend.module), offer.reason, tuple(refusals))
+        refusals.append((offer.name, offer.reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals)
+    raise ConfigError(f"no back end computes {op} for {problem} on {platform.arch} ({reasons})")
+
+
+@functools.cache
+def backend_module(op: str, device: torch.device, problem: Problem) -> ModuleType:
+    """The module that a call of ``op`` on ``device`` goes to; a look-up in a table after the first call."""
+    return choose_backend(op, current_platform(device), problem).module
+
+
+def _backends(op: str) -> tuple[Backend, ...]:
+    if op not in BACKENDS:
+        raise ConfigError(f"there is no op {op!r}; there are {', '.join(BACKENDS)}")
+    return BACKENDS[op]

@@ -1,0 +1,38 @@
+"""Index keys and queries in torch. The arguments are checked by :mod:`tetrad.ops.index_keys`, which documents them.
+
+Every function treats each row on its own: no result depends on what else is in the call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tetrad.formats import hadamard
+from tetrad.geometry import IndexDtype, IndexLayout
+from tetrad.ops.index_keys.encoding import decode, encode, from_rows, to_rows
+from tetrad.ops.paged_rows import gather_rows, scatter_rows
+from tetrad.ops.rotary import apply_rotary
+from tetrad.ops.row_invariant import rms_norm
+
+
+def index_key_vectors(
+    pooled: Tensor, norm_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Cast, RMSNorm, RoPE, Hadamard, each rounded to ``dtype``."""
+    return hadamard.rotate(apply_rotary(rms_norm(pooled.to(dtype), norm_weight, eps), cos, sin))
+
+
+def quantize_index_query(q: Tensor, cos: Tensor, sin: Tensor, index_dtype: IndexDtype) -> tuple[Tensor, Tensor | None]:
+    """RoPE and Hadamard, each rounded to the dtype of ``q``, then the encoding of ``index_dtype``."""
+    return encode(hadamard.rotate(apply_rotary(q, cos, sin)), index_dtype)
+
+
+def write_index_keys(keys: Tensor, pages: Tensor, slots: Tensor, layout: IndexLayout) -> None:
+    """Encode the keys and scatter data and scales together."""
+    scatter_rows(*to_rows(*encode(keys, layout.dtype)), pages, slots, layout)
+
+
+def read_index_keys(pages: Tensor, slots: Tensor, layout: IndexLayout) -> Tensor:
+    """Gather data and scales together and decode them."""
+    return decode(*from_rows(*gather_rows(pages, slots, layout), layout))

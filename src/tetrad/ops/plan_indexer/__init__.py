@@ -1,0 +1,51 @@
+"""The schedule of the indexer's scorer: rows of very different lengths, cut into work units of nearly equal size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tetrad.ops.arguments import check_tensor, check_whole
+from tetrad.ops.backends import Problem, backend_module
+from tetrad.ops.plan_indexer.plan import BLOCK, LEAST_SLOTS, IndexerPlan
+
+__all__ = ["BLOCK", "LEAST_SLOTS", "IndexerPlan", "plan_indexer"]
+
+
+def plan_indexer(
+    row_request: Tensor, visible_end: Tensor, *, width: int, out: IndexerPlan | Tensor | None = None
+) -> IndexerPlan:
+    """Cut every row's visible entries into work units, as few blocks to a unit as fit into the plan's slots.
+
+        blocks[r] = ceil(visible_end[r] / 256)      s = the least s in 1.. with SUM_r ceil(blocks[r] / s) <= slots
+
+    Row r gets ceil(blocks[r] / s) units of s blocks, its last one what is left; rows follow each other in order.
+    Padding rows and rows that see nothing get none. Every visible block is in exactly one unit, and a plan has at
+    least as many slots as rows, so that none is ever dropped. Nothing is synchronised.
+
+    :param row_request: int32 [R], the request of each row, -1 for padding
+    :param visible_end: int32 [R], the entries that each row sees. None may exceed ``width``, which is the caller's
+        duty: values are not looked at
+    :param width: columns of the scores, a plain int
+    :param out: a plan for the same sizes, or an int32 buffer [slots, 4] with slots >= R, to be filled at the same
+        address. None: a new buffer with max(512, R) slots
+    :returns: the plan; ``out`` itself if it was one
+    :raises ValueError: for a wrong shape, stride, device or width, or an ``out`` of other sizes
+    :raises TypeError: for a wrong type or dtype
+    """
+    check_tensor("row_request", row_request, torch.int32, (None,), "rows")
+    rows, device = row_request.shape[0], row_request.device
+    check_tensor("visible_end", visible_end, torch.int32, (rows,), "rows", device)
+    check_whole("width", width, 0)
+    if out is None:
+        out = torch.empty((max(LEAST_SLOTS, rows), 4), dtype=torch.int32, device=device)
+    if isinstance(out, IndexerPlan):
+        out.check(rows, width)
+        plan = out
+    else:
+        plan = IndexerPlan(out, rows, width)
+    check_tensor("out", plan.buffer, torch.int32, (None, 4), "slots, 4", device, contiguous=True)
+    if plan.slots < rows:
+        raise ValueError(f"out must have a slot for every row, so at least {rows}; got {plan.slots}")
+    backend_module("plan_indexer", device, Problem()).plan_indexer(row_request, visible_end, plan.buffer, width=width)
+    return plan

@@ -1,0 +1,44 @@
+"""The indexer's schedule as a value that its consumer can check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+BLOCK = 256
+"""Entries that a scorer handles at a time: four pages."""
+
+LEAST_SLOTS = 512
+"""Slots of a plan at least, so that one long row among few is still split over a whole device."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerPlan:
+    """Which part of which row each work unit scores.
+
+    ``buffer`` is int32 [slots, 4], one work unit a slot: (row, first block, blocks, visible end), counted in blocks of
+    ``block`` entries. An unused slot is (-1, 0, 0, 0). It keeps its address when the plan is made anew into it. A plan
+    serves exactly ``rows`` rows of scores that are ``width`` wide.
+    """
+
+    buffer: Tensor
+    rows: int
+    width: int
+    block: int = BLOCK
+
+    @property
+    def slots(self) -> int:
+        """Work units that the plan has room for, used or not: a kernel's grid."""
+        return self.buffer.shape[0]
+
+    def check(self, rows: int, width: int) -> None:
+        """Refuse to serve other sizes than those it was made for.
+
+        :raises ValueError: if it was made for other sizes
+        """
+        if (self.rows, self.width, self.block) != (rows, width, BLOCK):
+            raise ValueError(
+                f"the plan was made for {self.rows} rows, width {self.width} and blocks of {self.block}, but the "
+                f"scores have {rows} rows, width {width} and blocks of {BLOCK}; call plan_indexer for these"
+            )

@@ -1,0 +1,23 @@
+"""Rotary position embedding of the last channels, in interleaved pairs (2i, 2i + 1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotate the last ``2 * cos.shape[-1]`` channels of ``x``; the others pass through.
+
+    (a, b) -> (a cos - b sin, a sin + b cos); ``inverse`` uses -sin. x: [N, ..., D]; cos, sin: fp32 [N, rope / 2], one
+    angle per row and pair. Computed in fp32, returned in the dtype of ``x``.
+    """
+    rope = 2 * cos.shape[-1]
+    shape = (cos.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[1],)
+    cos, sin = cos.view(shape), sin.view(shape)
+    if inverse:
+        sin = -sin
+    pairs = x[..., x.shape[-1] - rope :].float().unflatten(-1, (-1, 2))
+    a, b = pairs[..., 0], pairs[..., 1]
+    rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+    return torch.cat((x[..., : x.shape[-1] - rope], rotated.to(x.dtype)), dim=-1)

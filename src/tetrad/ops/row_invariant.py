@@ -1,0 +1,55 @@
+"""Functions whose result for one row never depends on what else is computed beside it.
+
+A library's matrix product may choose another kernel for another number of rows, and a library's sigmoid may compute
+the last few elements of a tensor with a scalar routine that rounds differently from the vector one. One unit in the
+last place before a 4-bit rounding can flip a token, so everything that a row passes through is built from these.
+On a CPU they hold for any number of rows (asserted in the tests); on a GPU, for one captured size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROW_MULTIPLE = 8
+"""fp32 matrix products on CPUs round alike for every row when the number of rows is a multiple of this. Nine rows
+already differ from eight where the kernel handles the ninth on its own. (The inner dimension must be a multiple of 4,
+which those of DeepSeek-V4 are: at 33 no number of rows is safe.)"""
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """``x`` [N, ...] with zero rows behind it, up to a multiple of 8 rows and at least 8."""
+    missing = -x.shape[0] % ROW_MULTIPLE if x.shape[0] else ROW_MULTIPLE
+    if not missing:
+        return x
+    return torch.cat((x, x.new_zeros((missing, *x.shape[1:]))))
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [N, K] times weight [M, K], transposed: [N, M]. Rows are padded to a multiple of 8 for the product."""
+    return F.linear(pad_rows(x), weight)[: x.shape[0]]
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) from ``exp``, which rounds alike everywhere in a tensor; x is fp32."""
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + e^-x); x is fp32."""
+    return x / (1.0 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x) as max(x, 0) + log1p(e^-|x|), which neither overflows nor cancels; x is fp32."""
+    return x.clamp_min(0.0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, in fp32, cast once to the dtype of ``x``."""
+    value = x.float()
+    value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        value = value * weight
+    return value.to(x.dtype)

@@ -1,0 +1,38 @@
+"""The k best entries of every row: exact, and the same on every run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tetrad.ops.arguments import check_output, check_tensor, check_whole
+from tetrad.ops.backends import Problem, backend_module
+
+__all__ = ["topk_indices"]
+
+
+def topk_indices(logits: Tensor, visible_end: Tensor, k: int, *, out: Tensor | None = None) -> Tensor:
+    """The columns of the k largest of ``logits[r, :visible_end[r]]``: int32 [R, k].
+
+    The first min(visible_end, k) places of a row hold columns, in an order that depends only on the row's visible
+    values and k; the others hold -1. (The torch back end gives ascending columns, whatever their values.) Values are
+    compared as real numbers, so -0.0 equals +0.0; -inf is an ordinary value; NaN ranks below -inf and one NaN equals
+    another. Equal values go to the lowest columns. Columns from ``visible_end`` on may hold anything.
+
+    :param logits: fp32 [R, width], adjacent columns
+    :param visible_end: int32 [R], at most ``width`` (the caller's duty: values are not looked at)
+    :param k: how many, at least 1; it may exceed ``width``
+    :param out: int32 [R, k] to write into; None allocates it
+    :raises ValueError: for a wrong shape, stride, device or k
+    :raises TypeError: for a wrong type or dtype
+    """
+    check_tensor("logits", logits, torch.float32, (None, None), "rows, width")
+    rows, device = logits.shape[0], logits.device
+    check_tensor("visible_end", visible_end, torch.int32, (rows,), "rows", device)
+    check_whole("k", k, 1)
+    if out is None:
+        out = torch.empty((rows, k), dtype=torch.int32, device=device)
+    else:
+        check_output("out", out, torch.int32, rows, k, "rows, k", device)
+    backend_module("topk_indices", device, Problem()).topk_indices(logits, visible_end, k, out)
+    return out
