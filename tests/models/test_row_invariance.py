@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from tests.session import Session, dummy_model
 from tests.tiny import tiny_config
+
 from tetrad.ops.row_invariant import ROW_MULTIPLE, linear, sigmoid, silu, softplus
 
 CASES = {

@@ -18,8 +18,29 @@ from tetrad.ops import indexer_logits
 
 reference = import_module("tetrad.ops.indexer_logits.reference")
 
-SHAPES = [("fp4", 64, 128), ("fp4", 5, 32), ("fp8", 7, 40), ("fp8", 1, 1), ("bf16", 9, 24), ("fp32", 6, 5)]
-ENDS = [[300, 301, 302], [700], list(range(240, 275)), [64], [1, 1], list(range(500, 509)), [257]]
+SHAPES = [
+    ("fp4", 32, 128),
+    ("fp4", 5, 64),
+    ("fp8", 7, 40),
+    ("fp8", 1, 1),
+    ("bf16", 9, 24),
+    ("fp32", 6, 5),
+    ("fp32", 9, 128),
+]
+ENDS = [[300, 301, 302], [700], list(range(240, 275)), [64], [1, 1], list(range(500, 509)), [257], [255]]
+
+SPREAD = 14
+"""Scales from 2^-14 to 2^14: with scales of one size the products of 4-bit and 8-bit values, and their sums, are exact
+in fp32, and no order of summation could show."""
+
+
+@pytest.fixture(autouse=True, params=[1, 2, 3], ids=lambda threads: f"{threads}threads")
+def threads(request):
+    """A matrix library splits a single product among its threads, with other kernels at the edges of the parts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 def scores(case: IndexerCase) -> torch.Tensor:
@@ -29,7 +50,7 @@ def scores(case: IndexerCase) -> torch.Tensor:
 
 @pytest.fixture(params=SHAPES, ids=[f"{dtype}-H{heads}-D{dim}" for dtype, heads, dim in SHAPES])
 def case(request) -> IndexerCase:
-    return make_case(*request.param, ENDS)
+    return make_case(*request.param, ENDS, spread=SPREAD)
 
 
 def test_alone_equals_together(case):
@@ -73,7 +94,7 @@ def test_narrower_width_changes_nothing(case):
 
 def test_extreme_scales_of_a_neighbour_change_nothing():
     """Scores beyond the range of fp32 products take a detour; rows and keys without extreme scales must not notice."""
-    case = make_case("fp4", 5, 64, ENDS)
+    case = make_case("fp4", 5, 64, ENDS, spread=SPREAD)
     together = scores(case)
     scale = case.q_scale.clone()
     scale[[0, 10]] = 200

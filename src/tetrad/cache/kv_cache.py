@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tetrad.cache.block_manager import CacheCopies
 from tetrad.cache.spec import CacheSizes, CacheSpec
 from tetrad.geometry import CSA_RATIO, IndexLayout, KVLayout, PageLayout, page_stride, state_ring
 
@@ -81,6 +82,19 @@ class KVCaches:
             window, spec.window_layout, self.hca[place], spec.compressed_layout(ratio), state=self.hca_state[place]
         )
 
+    def copy(self, copies: CacheCopies) -> None:
+        """Copy pages and compressor states, all from what was there before."""
+        for tensor in (self.csa, self.index, self.hca):
+            _copy_along(tensor, copies.blocks, 1)
+        _copy_along(self.window, copies.window_blocks, 1)
+        for state, ratio in (
+            (self.csa_state, CSA_RATIO),
+            (self.index_state, CSA_RATIO),
+            (self.hca_state, self.spec.hca_ratio),
+        ):
+            if state is not None and ratio is not None:
+                _copy_along(state.unflatten(1, (self.sizes.state_slots, state_ring(ratio))), copies.state_slots, 1)
+
     def tensors(self) -> dict[str, Tensor]:
         """Every allocation by name, for those who count or poison them."""
         names = ("window", "csa", "index", "hca", "csa_state", "index_state", "hca_state")
@@ -90,3 +104,10 @@ class KVCaches:
         """Fill everything with bytes that read as NaN in every format, so that a read of unwritten memory shows."""
         for tensor in self.tensors().values():
             tensor.fill_(0xFF if tensor.dtype is torch.uint8 else float("nan"))
+
+
+def _copy_along(tensor: Tensor | None, pairs: list[tuple[int, int]], dim: int) -> None:
+    if tensor is None or not pairs:
+        return
+    source, target = torch.tensor(pairs, device=tensor.device).unbind(1)
+    tensor.index_copy_(dim, target, tensor.index_select(dim, source))

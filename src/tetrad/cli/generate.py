@@ -120,9 +120,7 @@ def _describe(engine: LLMEngine) -> None:
 
 
 def _sampling(parsed: argparse.Namespace) -> SamplingParams:
-    given: dict[str, Any] = {
-        name: getattr(parsed, name) for name in (*_SAMPLING, *_INTEGERS) if hasattr(parsed, name)
-    }
+    given: dict[str, Any] = {name: getattr(parsed, name) for name in (*_SAMPLING, *_INTEGERS) if hasattr(parsed, name)}
     optional = {
         "stop": parsed.stop,
         "stop_token_ids": _ids(parsed.stop_token_ids, "--stop-token-ids"),

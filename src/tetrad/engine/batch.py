@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tetrad.cache.block_manager import CacheCopies
 from tetrad.engine.sequence import Sequence
 
 
@@ -23,7 +24,7 @@ class ScheduledSequence:
     @property
     def samples(self) -> bool:
         """Whether the step reaches the sequence's last known token, so that the next one can be drawn."""
-        return self.end == self.sequence.length
+        return self.end == self.sequence.length and not self.sequence.is_stem
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class Batch:
     """One step: prefill chunks and single decode tokens, in any mix."""
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
+    copies: CacheCopies = field(default_factory=CacheCopies)
 
     @property
     def tokens(self) -> int:

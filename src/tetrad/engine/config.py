@@ -138,8 +138,8 @@ class EngineConfig:
                 f"{format_bytes(spec.state_bytes)} = {format_bytes(state_bytes)}, and one sequence of max_model_len "
                 f"{self.max_model_len} needs {needed} blocks x {format_bytes(block_bytes)} = "
                 f"{format_bytes(needed * block_bytes)}: {format_bytes(total)} in all, but there are "
-                f"{format_bytes(available_bytes)}, which leave {blocks} blocks. Lower --max-model-len, --max-num-seqs or "
-                f"--max-num-batched-tokens, or raise --kv-cache-memory-gb"
+                f"{format_bytes(available_bytes)}, which leave {blocks} blocks. Lower --max-model-len, --max-num-seqs "
+                f"or --max-num-batched-tokens, or raise --kv-cache-memory-gb"
             )
         return CacheSizes(blocks, windows, self.max_num_seqs)
 

@@ -47,24 +47,10 @@ class LLM:
         Raises:
             RequestError: names the prompt that cannot be served; none was started.
         """
-        batch = self._batch(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(batch)
-        else:
-            params = list(sampling_params)
-            if len(params) != len(batch):
-                raise RequestError(
-                    f"there are {len(batch)} prompts but {len(params)} sampling_params; give one for all or one each"
-                )
-        ids: list[str] = []
+        ids = self.engine.add_requests(self._batch(prompts), sampling_params)
         finished: dict[str, RequestOutput] = {}
         try:
-            for place, (prompt, one) in enumerate(zip(batch, params, strict=True)):
-                try:
-                    ids.append(self.engine.add_request(prompt, one))
-                except RequestError as error:
-                    raise RequestError(f"prompt {place}: {error}") from error
-            with tqdm(total=len(batch), desc="requests", disable=not use_tqdm) as bar:
+            with tqdm(total=len(ids), desc="requests", disable=not use_tqdm) as bar:
                 while len(finished) < len(ids):
                     for output in self.engine.step():
                         if output.finished and output.request_id in ids:

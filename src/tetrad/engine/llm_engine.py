@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 import time
 from collections.abc import Sequence as SequenceOf
@@ -11,7 +10,6 @@ from numbers import Integral
 
 from tetrad.cache.block_manager import BlockManager
 from tetrad.engine.args import EngineArgs
-from tetrad.engine.batch import Batch
 from tetrad.engine.config import EngineConfig
 from tetrad.engine.detokenizer import Detokenizer
 from tetrad.engine.model_runner import ModelRunner
@@ -23,9 +21,10 @@ from tetrad.engine.sequence import Request, Sequence, SequenceStatus
 from tetrad.engine.tokenizer import Tokenizer, require_tokenizer
 from tetrad.errors import RequestError
 
-logger = logging.getLogger(__name__)
-
 Prompt = str | SequenceOf[int]
+
+SHARED_PREFIX_TOKENS = 64
+"""A common beginning shorter than this is computed by every sequence for itself."""
 
 
 class LLMEngine:
@@ -62,16 +61,48 @@ class LLMEngine:
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
         """Queue a prompt (text, or token ids). Returns the request's id.
 
+        The ``n`` choices of a request compute its prompt once.
+
         Raises:
             RequestError: the request cannot be served; it says why. Nothing was queued, other requests go on.
         """
-        params = params or SamplingParams()
+        request = self._request(prompt, params or SamplingParams(), request_id)
+        self._queue([request])
+        return request.request_id
+
+    def add_requests(
+        self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None
+    ) -> list[str]:
+        """Queue several prompts at once. What all of them begin with (64 tokens or more) is computed once.
+
+        params: one for all, or one per prompt. Returns the requests' ids, in order.
+
+        Raises:
+            RequestError: names the prompt that cannot be served; none was queued.
+        """
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"there are {len(prompts)} prompts but {len(params)} sampling_params; give one for all or one each"
+            )
+        requests = []
+        for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._request(prompt, one, None))
+            except RequestError as error:
+                raise RequestError(f"prompt {place}: {error}") from error
+        self._queue(requests)
+        return [request.request_id for request in requests]
+
+    def _request(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
+        """A checked request that is not queued yet."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
         if request_id is None:
             request_id = next(name for i in self._counter if (name := f"request-{i}") not in self.requests)
         elif request_id in self.requests:
-            raise RequestError(f"request_id {request_id!r} is in use by a request that has not finished; choose another")
+            raise RequestError(f"request_id {request_id!r} is in use by an unfinished request; choose another")
         text, ids = self._prompt(prompt)
         params.check_vocabulary(self.config.model.vocab_size)
         request = Request(request_id, text, ids, params, time.monotonic())
@@ -81,9 +112,19 @@ class LLMEngine:
             tokens: list[int] = []  # one list, which the engine extends and the sampler reads
             row = SamplingRow(params, ids, tokens, self._seed(params, index))
             request.sequences.append(Sequence(request, index, tokens, row, params.token_limit(room), detokenizer))
-        self.requests[request_id] = request
-        self.scheduler.add(request.sequences)
-        return request_id
+        return request
+
+    def _queue(self, requests: list[Request]) -> None:
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        self.requests.update({request.request_id: request for request in requests})
+        prefix = _common_prefix([request.prompt_token_ids for request in requests]) if len(sequences) > 1 else []
+        if len(prefix) >= SHARED_PREFIX_TOKENS and self.config.max_num_seqs > 1:
+            stem = _stem(prefix)
+            stem.branches = len(sequences)
+            for sequence in sequences:
+                sequence.stem = stem
+            self.scheduler.add([stem])
+        self.scheduler.add(sequences)
 
     def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         limit, vocabulary = self.config.max_model_len, self.config.model.vocab_size
@@ -93,7 +134,7 @@ class LLMEngine:
             text, ids = None, list(prompt)
             for place, token in enumerate(ids):
                 if not isinstance(token, Integral) or isinstance(token, bool):
-                    raise RequestError(f"the prompt's item {place} is {token!r}; a prompt is text or a list of token ids")
+                    raise RequestError(f"the prompt's item {place} is {token!r}; give text or a list of token ids")
                 if not 0 <= token < vocabulary:
                     raise RequestError(f"the prompt's token id {token} is out of range: ids are 0 to {vocabulary - 1}")
             ids = [int(token) for token in ids]
@@ -103,8 +144,8 @@ class LLMEngine:
             raise RequestError("the prompt is empty; give at least one token")
         if len(ids) >= limit:
             raise RequestError(
-                f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(ids)} input "
-                f"tokens, which leaves no room for output; shorten the prompt"
+                f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(ids)} "
+                f"input tokens, which leaves no room for output; shorten the prompt"
             )
         return text, ids
 
@@ -173,4 +214,17 @@ class LLMEngine:
             sequence.finish("length")
 
 
-__all__ = ["Batch", "LLMEngine", "Prompt"]
+def _common_prefix(prompts: list[list[int]]) -> list[int]:
+    """What all prompts begin with, less than the whole of any: every sequence goes on from a token of its own."""
+    first, last = min(prompts), max(prompts)
+    limit = min(len(prompt) for prompt in prompts) - 1
+    length = next((place for place in range(limit) if first[place] != last[place]), limit)
+    return first[:length]
+
+
+def _stem(prefix: list[int]) -> Sequence:
+    """A sequence that computes a common prefix and draws no token."""
+    params = SamplingParams(max_tokens=1)
+    request = Request("", None, prefix, params, time.monotonic())
+    tokens: list[int] = []
+    return Sequence(request, 0, tokens, SamplingRow(params, prefix, tokens, 0), 0, Detokenizer(None), is_stem=True)

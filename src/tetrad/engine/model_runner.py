@@ -79,5 +79,7 @@ class ModelRunner:
     @torch.no_grad()
     def execute(self, batch: Batch) -> Tensor:
         """Run one step. Returns logits fp32 [S, vocabulary], one row per sequence whose ``samples`` is set."""
+        if batch.copies:
+            self.caches.copy(batch.copies)
         inputs = self.stager.stage(batch)
         return self.model(inputs, self.model.metadata(inputs), self.caches)

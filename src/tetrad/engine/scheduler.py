@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from tetrad.cache.block_manager import BlockManager
+from tetrad.cache.block_manager import BlockManager, CacheCopies
 from tetrad.engine.batch import Batch, ScheduledSequence
 from tetrad.engine.sequence import Sequence, SequenceStatus
 
@@ -40,13 +40,14 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Choose the next step. Empty only if nothing is unfinished."""
         chosen: dict[int, ScheduledSequence] = {}
+        batch = Batch()
         budget = self.max_num_batched_tokens
         decoding = [sequence for sequence in self.running if sequence.remaining == 1]
         prefilling = [sequence for sequence in self.running if sequence.remaining > 1]
         for sequence in decoding + prefilling:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # it was preempted for one that came before it
-            count = self._count(sequence, budget)
+            count = self._count(sequence.remaining, budget)
             if not count:
                 continue
             while not self._grow(sequence, count):
@@ -59,27 +60,56 @@ class Scheduler:
             else:
                 chosen[id(sequence)] = ScheduledSequence(sequence, sequence.computed, count)
                 budget -= count
-        self._admit(chosen, budget)
-        return Batch(list(chosen.values()))
+        self._admit(chosen, budget, batch.copies)
+        if not chosen and self.waiting:
+            # nothing runs but stems whose branches find no room beside them: the branches start from nothing instead
+            for stem in [sequence for sequence in self.running if sequence.is_stem]:
+                self._drop_stem(stem)
+            self._admit(chosen, budget, batch.copies)
+        batch.scheduled = list(chosen.values())
+        return batch
 
-    def _admit(self, chosen: dict[int, ScheduledSequence], budget: int) -> None:
+    def _admit(self, chosen: dict[int, ScheduledSequence], budget: int, copies: CacheCopies) -> None:
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
-            count = self._count(sequence, budget)
-            if not count or not self.manager.can_admit(sequence.length):
+            sequence, stem = self.waiting[0], self.waiting[0].stem
+            if stem is not None and (stem.status is SequenceStatus.WAITING or stem.remaining):
+                return  # the common prefix is not computed yet
+            start = stem.computed if stem is not None else 0
+            count = self._count(sequence.length - start, budget)
+            if not count or not self.manager.can_admit(sequence.length, start):
                 return
             self.waiting.popleft()
-            sequence.holding = self.manager.admit()
+            if stem is not None:
+                assert stem.holding is not None
+                sequence.holding = self.manager.fork(stem.holding, start, copies)
+                self._forget_stem(sequence)
+            else:
+                sequence.holding = self.manager.admit()
+            sequence.computed = start
             sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
             grown = self._grow(sequence, count)
             assert grown, "blocks were promised by can_admit"
-            chosen[id(sequence)] = ScheduledSequence(sequence, 0, count)
+            chosen[id(sequence)] = ScheduledSequence(sequence, start, count)
             budget -= count
 
-    def _count(self, sequence: Sequence, budget: int) -> int:
-        if sequence.remaining <= budget:
-            return sequence.remaining
+    def _forget_stem(self, sequence: Sequence) -> None:
+        """The branch needs its stem no more; a stem without branches leaves."""
+        stem, sequence.stem = sequence.stem, None
+        if stem is None:
+            return
+        stem.branches -= 1
+        if not stem.branches:
+            self.leave(stem)
+            stem.status = SequenceStatus.FINISHED
+
+    def _drop_stem(self, stem: Sequence) -> None:
+        for sequence in [waiting for waiting in self.waiting if waiting.stem is stem]:
+            self._forget_stem(sequence)
+
+    def _count(self, remaining: int, budget: int) -> int:
+        if remaining <= budget:
+            return remaining
         # without chunking a prompt waits for a step that takes it whole; the engine checks that one can
         return budget if self.chunked_prefill else 0
 
@@ -115,3 +145,4 @@ class Scheduler:
             self._release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        self._forget_stem(sequence)

@@ -22,7 +22,11 @@ class SequenceStatus(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One continuation of a prompt. ``computed`` counts the tokens whose keys are in the caches."""
+    """One continuation of a prompt. ``computed`` counts the tokens whose keys are in the caches.
+
+    Sequences that begin alike wait for a *stem*, a sequence of their common prefix that draws no token, and start from
+    a fork of what it holds. ``branches`` counts those that a stem still waits for.
+    """
 
     request: Request
     index: int
@@ -37,6 +41,9 @@ class Sequence:
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    is_stem: bool = False
+    branches: int = 0
+    stem: Sequence | None = None
 
     @property
     def length(self) -> int:

@@ -43,8 +43,9 @@ class Layer(nn.Module):
         self.ffn = MoE(config, index < config.num_hash_layers, dtype, quant)
         self.attn_norm = Norm(config.hidden_size)
         self.ffn_norm = Norm(config.hidden_size)
-        self.hc_attn_fn, self.hc_ffn_fn = _fp32(mixes, count * config.hidden_size), _fp32(
-            mixes, count * config.hidden_size
+        self.hc_attn_fn, self.hc_ffn_fn = (
+            _fp32(mixes, count * config.hidden_size),
+            _fp32(mixes, count * config.hidden_size),
         )
         self.hc_attn_base, self.hc_ffn_base = _fp32(mixes), _fp32(mixes)
         self.hc_attn_scale, self.hc_ffn_scale = _fp32(3), _fp32(3)

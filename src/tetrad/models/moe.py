@@ -40,6 +40,7 @@ class Gate(nn.Module):
         if self.tid2eid is not None:
             experts = self.tid2eid[input_ids]
         else:
+            assert self.bias is not None
             experts = torch.topk(score + self.bias, self.chosen, dim=-1).indices
         weights = score.gather(1, experts)
         return weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scaling, experts

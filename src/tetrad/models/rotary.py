@@ -24,8 +24,8 @@ def inverse_frequencies(config: ModelConfig, *, compressed: bool) -> Tensor:
         return frequencies
 
     def channel(turns: float) -> float:
-        return rope * math.log(config.rope_original_max_position_embeddings / (turns * 2 * math.pi)) / (
-            2 * math.log(base)
+        return (
+            rope * math.log(config.rope_original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
         )
 
     low = max(math.floor(channel(config.rope_beta_fast)), 0)

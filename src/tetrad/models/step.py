@@ -156,9 +156,7 @@ class AttentionMetadata:
             inputs=inputs,
             window_rotation=Rotation(*angles(positions, window_frequencies)),
             compress_rotation=Rotation(*angles(positions, compress_frequencies)),
-            window_slots=entry_slots(
-                inputs.window_tables, inputs.row_request[:rows], positions[:rows], BLOCK_SIZE
-            ),
+            window_slots=entry_slots(inputs.window_tables, inputs.row_request[:rows], positions[:rows], BLOCK_SIZE),
             window_start=(positions[:rows] - config.sliding_window + 1).clamp_min(0).int(),
             visible_csa=visible_csa,
             visible_hca=visible_hca,

@@ -31,6 +31,17 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(pad_rows(x), weight)[: x.shape[0]]
 
 
+def batched_product(a: Tensor, b: Tensor) -> Tensor:
+    """a [N, M, K] times b [N, K, P], item by item: [N, M, P].
+
+    An item on its own is computed as one of two: a single product is split among threads, whose kernels at the edges
+    of their parts round differently, while a batch is split between its items.
+    """
+    if a.shape[0] == 1:
+        return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+    return torch.bmm(a, b)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e^-x) from ``exp``, which rounds alike everywhere in a tensor; x is fp32."""
     return 1.0 / (1.0 + torch.exp(-x))

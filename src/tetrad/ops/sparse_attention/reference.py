@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tetrad.geometry import entry_slots
 from tetrad.ops.kv_entries import read_kv_entries
+from tetrad.ops.row_invariant import batched_product
 
 if TYPE_CHECKING:
     from tetrad.ops.sparse_attention import KeySegment
@@ -35,9 +36,7 @@ def sparse_attention(
     return torch.cat(parts) if parts else torch.empty_like(q)
 
 
-def _attend(
-    q: Tensor, sinks: Tensor, segments: list[KeySegment], request: Tensor, rows: slice, scale: float
-) -> Tensor:
+def _attend(q: Tensor, sinks: Tensor, segments: list[KeySegment], request: Tensor, rows: slice, scale: float) -> Tensor:
     query = q.float()
     count, heads, dim = query.shape
     largest = query.new_full((count, heads, 1), float("-inf"))
@@ -46,7 +45,7 @@ def _attend(
     for segment in segments:
         for offset in range(0, segment.width, segment.block):
             keys, seen = _keys(segment, offset, request, rows, q.dtype)
-            score = torch.bmm(query, keys.transpose(1, 2)) * scale
+            score = batched_product(query, keys.transpose(1, 2)) * scale
             score = score.masked_fill(~seen.unsqueeze(1), float("-inf"))
             new_largest = torch.maximum(largest, score.amax(-1, keepdim=True))
             # a row that has seen no key yet keeps -inf; exp(-inf - 0) is the 0 that it needs, -inf - -inf is not
@@ -54,15 +53,13 @@ def _attend(
             weight = torch.exp(score - shift)
             rescale = torch.exp(largest - shift)
             total = total * rescale + weight.sum(-1, keepdim=True)
-            value = value * rescale + torch.bmm(weight, keys)
+            value = value * rescale + batched_product(weight, keys)
             largest = new_largest
     sink = torch.exp(sinks.float().view(1, heads, 1) - largest)
     return (value / (total + sink)).to(q.dtype)
 
 
-def _keys(
-    segment: KeySegment, offset: int, request: Tensor, rows: slice, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _keys(segment: KeySegment, offset: int, request: Tensor, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(keys fp32 [r, block, d], seen bool [r, block]) of one block; keys that a row does not see are zero."""
     if segment.entries is not None:
         entry = segment.entries[rows, offset : offset + segment.block].long()
