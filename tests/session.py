@@ -17,6 +17,7 @@ from tetrad.geometry import IndexDtype, KVDtype, blocks_for, window_blocks_bound
 from tetrad.models.checkpoint.dummy import fill_dummy
 from tetrad.models.config import ModelConfig
 from tetrad.models.deepseek_v4 import DeepseekV4
+from tetrad.models.indexer import IndexerOptions
 from tetrad.models.linear import ActivationQuant
 
 
@@ -28,7 +29,7 @@ def dummy_model(
     logits_budget_bytes: int = 2048 << 20,
 ) -> DeepseekV4:
     """A model with seeded random weights."""
-    model = DeepseekV4(config, dtype, quant=quant, logits_budget_bytes=logits_budget_bytes)
+    model = DeepseekV4(config, dtype, quant=quant, indexer_options=IndexerOptions(logits_budget_bytes))
     fill_dummy(model, config, seed)
     return model
 
@@ -40,6 +41,7 @@ class FakeSequence:
     token_ids: list[int]
     holding: Holding
     computed: int = 0
+    is_stem: bool = False
 
     @property
     def length(self) -> int:

@@ -221,6 +221,19 @@ def test_query_rounds_to_its_own_dtype():
     assert (values.double().numpy() == once).mean() < 0.9
 
 
+def test_without_the_rotation():
+    """Left out on both sides, to measure what it is worth; channels need no power of two then."""
+    torch.manual_seed(7)
+    pooled, q = torch.randn(5, 24), torch.randn(5, 3, 24)
+    cos, sin = rotary_angles(5, 4)
+    x = pooled.double().numpy()
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+    keys = index_key_vectors(pooled, torch.ones(24), 1e-6, cos, sin, torch.float32, hadamard=False)
+    np.testing.assert_allclose(keys.numpy(), rotated_fp64(x, cos, sin), atol=3e-6)
+    query, _ = quantize_index_query(q, cos, sin, "fp32", hadamard=False)
+    np.testing.assert_allclose(query.numpy(), rotated_fp64(q.double().numpy(), cos, sin), atol=3e-6)
+
+
 def test_the_rotation_cancels_in_the_scores():
     """On one side only it would destroy the scores; on both it is an orthogonal change of basis."""
     torch.manual_seed(5)

@@ -27,18 +27,19 @@ SHAPES = [
     ("fp32", 6, 5),
     ("fp32", 9, 128),
 ]
-ENDS = [[300, 301, 302], [700], list(range(240, 275)), [64], [1, 1], list(range(500, 509)), [257], [255]]
+ENDS = [[300, 301, 302], [700], list(range(246, 262)), [64], [1, 1], list(range(508, 517)), [257], [255]]
 
 SPREAD = 14
 """Scales from 2^-14 to 2^14: with scales of one size the products of 4-bit and 8-bit values, and their sums, are exact
 in fp32, and no order of summation could show."""
 
 
-@pytest.fixture(autouse=True, params=[1, 2, 3], ids=lambda threads: f"{threads}threads")
-def threads(request):
-    """A matrix library splits a single product among its threads, with other kernels at the edges of the parts."""
+@pytest.fixture(autouse=True)
+def two_threads():
+    """One thread, as elsewhere in the suite, would hide it: a library splits a single product among its threads, with
+    other kernels at the edges of the parts."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
@@ -64,12 +65,12 @@ def test_any_composition(case):
     """Parts of requests beside parts of others, as chunked prefill mixed with decode makes them."""
     together = scores(case)
     dice = random.Random(4)
-    for _ in range(25):
+    for _ in range(8):
         rows = [row for row in range(case.q.shape[0]) if dice.random() < dice.choice((0.1, 0.5, 0.9))]
         assert torch.equal(scores(case.rows(rows)), together[rows])
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 200_000, 3_000_000])
+@pytest.mark.parametrize("chunk_bytes", [1, 1_000_000])
 def test_chunking_inside_changes_nothing(case, chunk_bytes, monkeypatch):
     """The memory that is set aside for temporaries decides how many rows share a product, not what comes out."""
     together = scores(case)
@@ -77,7 +78,7 @@ def test_chunking_inside_changes_nothing(case, chunk_bytes, monkeypatch):
     assert torch.equal(scores(case), together)
 
 
-@pytest.mark.parametrize("many_rows", [1, 2, 1000])
+@pytest.mark.parametrize("many_rows", [1, 1000])
 def test_both_paths_agree(case, many_rows, monkeypatch):
     """Requests with many rows share their keys in place, others get copies in a batch: the same bits either way."""
     together = scores(case)

@@ -9,7 +9,6 @@ import torch
 
 from tetrad.geometry import (
     BLOCK_SIZE,
-    CSA_ENTRIES,
     CSA_RATIO,
     IndexDtype,
     IndexLayout,
@@ -126,15 +125,6 @@ class CacheSizes:
             + self.window_blocks * spec.window_block_bytes
             + self.state_slots * spec.state_bytes
         )
-
-
-def entries_per_block(spec: CacheSpec) -> dict[str, int]:
-    """Entries that a block holds in each cache; 0 for a cache that the model does not have."""
-    return {
-        "csa": CSA_ENTRIES if spec.csa_layers else 0,
-        "index": CSA_ENTRIES if spec.csa_layers else 0,
-        "hca": BLOCK_SIZE // spec.hca_ratio if spec.hca_ratio else 0,
-    }
 
 
 def format_bytes(count: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import json
 import types
 import typing
@@ -22,7 +23,13 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse does it, but an unknown flag is an error that names the nearest known one."""
-        parsed, rest = super().parse_known_args([_kebab(arg) for arg in args or ()], namespace)
+        args = [_kebab(arg) for arg in args or ()]
+        if self._commands():
+            for arg in itertools.takewhile(lambda arg: arg.startswith("-"), args):
+                # argparse would take the value of a misplaced flag for the command
+                if arg not in self._option_string_actions:
+                    self.unknown(arg.split("=", 1)[0])
+        parsed, rest = super().parse_known_args(args, namespace)
         for arg in rest:
             if arg.startswith("-") and len(arg) > 1:
                 self.unknown(arg.split("=", 1)[0])
@@ -30,10 +37,18 @@ class Parser(argparse.ArgumentParser):
 
     def unknown(self, flag: str) -> NoReturn:
         """Refuse a flag."""
-        known = [option for action in self._actions for option in action.option_strings]
+        for name, command in self._commands().items():
+            if flag in command._option_string_actions:
+                self.error(f"{flag} belongs behind the command: {self.prog} {name} {flag}")
+        known = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else "; --help lists the flags"
         self.error(f"unknown flag {flag}{hint}")
+
+    def _commands(self) -> dict[str, argparse.ArgumentParser]:
+        """The parsers of the subcommands by name; none in a subcommand's own parser."""
+        actions = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        return next((dict(action.choices) for action in actions), {})
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -70,9 +85,10 @@ def _value_type(hint: Any) -> Any:
     return hint
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per field of ``EngineArgs``, and the model as first argument."""
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="folder of the checkpoint")
+def add_engine_flags(parser: argparse.ArgumentParser, *, model: str | None = None) -> None:
+    """One flag per field of ``EngineArgs``, and the model as first argument; ``model`` where none is named."""
+    parser.set_defaults(fallback_model=model)
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="folder of the checkpoint, or bundled")
     group = parser.add_argument_group("engine")
     hints = typing.get_type_hints(EngineArgs)
     for field in dataclasses.fields(EngineArgs):
@@ -104,6 +120,8 @@ def engine_args(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> 
     positional = parsed.positional_model
     if positional and given.setdefault("model", positional) != positional:
         parser.error(f"two models were named: {positional} and --model {given['model']}")
+    if parsed.fallback_model is not None:
+        given.setdefault("model", parsed.fallback_model)
     if not given.get("model"):
         parser.error("name a model: the folder of a checkpoint, first or after --model")
     return EngineArgs(**given)

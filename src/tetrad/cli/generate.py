@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import dataclasses
 import json
 import os
 import sys
-import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,14 +76,15 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     items = list(_items(parser, parsed, defaults))
     if not items:
         raise RequestError("there is no prompt; give --prompt, --prompt-file, --input-jsonl, or text on standard input")
-    engine = LLMEngine(args, progress=sys.stderr.isatty())
-    _describe(engine)
-    start = time.monotonic()
-    _serve(engine, items)
-    seconds = time.monotonic() - start
     with _destination(parsed.output) as out:
+        engine = LLMEngine(args, progress=sys.stderr.isatty())
+        _describe(engine)
+        start = time.monotonic()
+        _serve(engine, items)
+        seconds = time.monotonic() - start
+        as_json = parsed.json or parsed.input_jsonl is not None
         for item in items:
-            _print(out, item, as_json=parsed.json or parsed.input_jsonl is not None, several=len(items) > 1)
+            _print(out, item, as_json=as_json, several=len(items) > 1, has_text=engine.tokenizer is not None)
     done = [item.output for item in items if item.output is not None]
     read = sum(len(output.prompt_token_ids) for output in done)
     written = sum(len(choice.token_ids) for output in done for choice in output.outputs)
@@ -101,11 +103,10 @@ def _serve(engine: LLMEngine, items: list[Item]) -> None:
                 item.error = str(error)
     with tqdm(total=len(running), desc="prompts", unit="prompt", disable=not sys.stderr.isatty()) as bar:
         while engine.has_unfinished_requests:
-            for output in engine.step():
-                if output.finished:
-                    running[output.request_id].output = output
-                    running[output.request_id].error = output.error
-                    bar.update()
+            for output in engine.step(finished_only=True):
+                running[output.request_id].output = output
+                running[output.request_id].error = output.error
+                bar.update()
 
 
 def _describe(engine: LLMEngine) -> None:
@@ -140,12 +141,12 @@ def _ids(text: str | None, flag: str) -> list[int] | None:
 
 
 def _items(parser: argparse.ArgumentParser, parsed: argparse.Namespace, defaults: SamplingParams) -> Iterator[Item]:
-    ways = [bool(parsed.prompt), bool(parsed.prompt_file), bool(parsed.prompt_token_ids), bool(parsed.input_jsonl)]
-    if sum(ways) > 1:
+    ways = (parsed.prompt or None, parsed.prompt_file, parsed.prompt_token_ids, parsed.input_jsonl)
+    if sum(way is not None for way in ways) > 1:
         parser.error("give only one of --prompt, --prompt-file, --prompt-token-ids and --input-jsonl")
     if parsed.input_jsonl:
         yield from _lines(_read(parsed.input_jsonl), defaults)
-    elif parsed.prompt_token_ids:
+    elif parsed.prompt_token_ids is not None:
         yield Item("0", _ids(parsed.prompt_token_ids, "--prompt-token-ids"), defaults)
     elif parsed.prompt:
         for number, prompt in enumerate(parsed.prompt):
@@ -158,14 +159,19 @@ def _items(parser: argparse.ArgumentParser, parsed: argparse.Namespace, defaults
 
 def _read(path: Path) -> str:
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        if str(path) != "-":
+            return path.read_text(encoding="utf-8")
+        if sys.stdin.isatty():
+            print("reading from the terminal; Ctrl-D ends it", file=sys.stderr)
+        return sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read {path}: {error}") from error
 
 
 def _lines(text: str, defaults: SamplingParams) -> Iterator[Item]:
     known = {field.name for field in dataclasses.fields(SamplingParams)}
-    for number, line in enumerate(text.splitlines(), start=1):
+    # not splitlines: it also breaks at characters that may stand in a JSON string, such as U+2028
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         item = Item(f"line {number}")
@@ -173,43 +179,49 @@ def _lines(text: str, defaults: SamplingParams) -> Iterator[Item]:
             record = json.loads(line)
             if not isinstance(record, dict) or "prompt" not in record:
                 raise RequestError('a line is a JSON object with a "prompt"')
-            item.name = str(record.pop("request_id", item.name))
+            name = record.pop("request_id", None)
+            item.name = item.name if name is None else str(name)
             item.prompt = record.pop("prompt")
             unknown = sorted(set(record) - known)
             if unknown:
                 raise RequestError(f"unknown keys {', '.join(unknown)}; known are {', '.join(sorted(known))}")
             item.params = dataclasses.replace(defaults, **record)
-        except json.JSONDecodeError as error:
-            item.error = f"line {number}: not JSON ({error})"
         except RequestError as error:
             item.error = f"line {number}: {error}"
+        except (ValueError, RecursionError) as error:  # not only JSONDecodeError: numbers may be too long, too
+            item.error = f"line {number}: not JSON ({error})"
         yield item
 
 
 @contextmanager
 def _destination(path: Path | None) -> Iterator[TextIO]:
     """Standard output, or a file that appears only once it is whole."""
-    if path is None:
+    if path is None or str(path) == "-":
         yield sys.stdout
         return
+    in_place = path.exists() and not path.is_file()  # a pipe or a device cannot be replaced
+    target = Path(os.path.realpath(path))
+    unfinished = target if in_place else target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, text=True)
+        out = unfinished.open("w", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give --output another file") from error
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
+        with out:
             yield out
-        os.replace(name, path)
+        if not in_place:
+            unfinished.replace(target)
     except BaseException:
-        os.unlink(name)
+        if not in_place:
+            unfinished.unlink(missing_ok=True)
         raise
 
 
-def _print(out: TextIO, item: Item, *, as_json: bool, several: bool) -> None:
+def _print(out: TextIO, item: Item, *, as_json: bool, several: bool, has_text: bool) -> None:
     if as_json:
         record = item.output.to_dict() if item.output else {}
         record |= {"request_id": item.name, "error": item.error}
-        print(json.dumps(record, ensure_ascii=False), file=out)
+        _print_line(out, json.dumps(record, ensure_ascii=codecs.lookup(out.encoding or "utf-8").name != "utf-8"))
         return
     if item.error is not None:
         print(f"tetrad: error: prompt {item.name}: {item.error}", file=sys.stderr)
@@ -217,5 +229,11 @@ def _print(out: TextIO, item: Item, *, as_json: bool, several: bool) -> None:
         return
     for choice in item.output.outputs:
         if several or len(item.output.outputs) > 1:
-            print(f"--- prompt {item.name}, choice {choice.index} ({choice.finish_reason})", file=out)
-        print(choice.text or " ".join(map(str, choice.token_ids)), file=out)
+            _print_line(out, f"--- prompt {item.name}, choice {choice.index} ({choice.finish_reason})")
+        _print_line(out, choice.text if has_text else " ".join(map(str, choice.token_ids)))
+
+
+def _print_line(out: TextIO, text: str) -> None:
+    """Characters that the output's encoding lacks are written as escapes."""
+    encoding = out.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=out)

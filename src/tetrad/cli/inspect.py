@@ -48,7 +48,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     model = config.model
     kinds = Counter(model.layer_kinds)
     return {
-        "model": config.args.model,
+        "model": str(config.args.model),
         "layers": {kind.value: kinds[kind] for kind in LayerKind},
         "layer_order": [kind.value for kind in model.layer_kinds],
         "hca_ratio": model.hca_ratio,

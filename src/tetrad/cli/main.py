@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from tetrad import __version__
-from tetrad.cli import demo, generate, inspect
+from tetrad.cli import demo, evaluate, generate, inspect
 from tetrad.cli.flags import Parser
 from tetrad.errors import TetradError
 
@@ -20,7 +21,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="tetrad", description="DeepSeek-V4 inference with a 4-bit lightning-indexer key cache.")
     parser.add_argument("--version", action="version", version=f"tetrad {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for module in (generate, inspect, demo):
+    for module in (generate, inspect, evaluate, demo):
         module.add_command(commands)
     return parser
 
@@ -33,12 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if getattr(parsed, "verbose", False):
         logging.getLogger("tetrad").setLevel(logging.INFO)
     try:
-        return parsed.run(parsed.parser, parsed)
+        code = parsed.run(parsed.parser, parsed)
+        sys.stdout.flush()  # here, where a reader that left is an error that can be caught
+        return code
     except TetradError as error:
         print(f"tetrad: error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output left; there is nobody to tell
+        # the reader of our output left; what is still buffered goes nowhere, without a second complaint at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"tetrad: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("tetrad: interrupted", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -18,8 +19,12 @@ def _option(default: Any, text: str, **details: Any) -> Any:
 class EngineArgs:
     """The engine's options, as given; ``EngineConfig.resolve`` checks them and fills in what is left open."""
 
-    model: str = _option("", "folder of the checkpoint", aliases=("--model-path",))
-    tokenizer: str | None = _option(None, "folder of tokenizer.json, where it is not the model's", metavar="FOLDER")
+    model: str | Path = _option(
+        "", "folder of the checkpoint; bundled is the small model of this package", aliases=("--model-path",)
+    )
+    tokenizer: str | Path | None = _option(
+        None, "folder of tokenizer.json, where it is not the model's", metavar="FOLDER"
+    )
     device: str = _option("auto", "auto (cuda where there is one), cpu, cuda or cuda:N")
     dtype: str = _option(
         "auto", "compute dtype; auto is the checkpoint's own", choices=("auto", "bfloat16", "bf16", "float32", "fp32")
@@ -37,6 +42,9 @@ class EngineArgs:
     enable_deepseek_v4_fp4_indexer: bool = _option(False, "the same as --index-cache-dtype fp4")
     strict_index_cache_dtype: bool = _option(
         False, "fail where the device cannot serve the fp4 index cache, instead of using fp8"
+    )
+    index_hadamard: bool = _option(
+        True, "rotate index queries and keys before they are quantised; off only to measure what that is worth"
     )
     linear_activation_quant: str = _option(
         "none", "round the inputs of DeepSeek's FP8 linears to FP8, as its own code does", choices=("none", "fp8")

@@ -7,10 +7,14 @@ import hashlib
 import json
 import os
 import re
+import types
+import typing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from tetrad import bundled
 from tetrad.cache.spec import CacheSizes, CacheSpec, format_bytes
 from tetrad.engine.args import EngineArgs
 from tetrad.errors import ConfigError
@@ -29,9 +33,9 @@ _SUFFIXES = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 
 def parse_tokens(value: int | str, name: str) -> int:
     """A number of tokens: 131072, "131072", "128K" (times 1024) or "128k" (times 1000)."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int):
         return value
-    match = re.fullmatch(r"(\d+)([kKmM]?)", value.strip()) if isinstance(value, str) else None
+    match = re.fullmatch(r"(\d+)([kKmM]?)", value.strip(), re.ASCII)
     if match is None:
         raise ConfigError(f"{name} {value!r} is not a number of tokens; write 131072, 128K (131072) or 128k (128000)")
     return int(match[1]) * _SUFFIXES[match[2]]
@@ -63,6 +67,9 @@ class EngineConfig:
         """
         if not args.model:
             raise ConfigError("no model was named; give the folder of a checkpoint")
+        _check_types(args)
+        args = dataclasses.replace(args, model=bundled.resolve(args.model))
+        _check_ranges(args)
         check_block_size(args.block_size)
         model = ModelConfig.from_pretrained(args.model, args.hf_overrides)
         device = _device(args.device)
@@ -71,7 +78,6 @@ class EngineConfig:
         max_model_len = _max_model_len(args, model)
         tokens = parse_tokens(args.max_num_batched_tokens, "max_num_batched_tokens")
         _at_least("max_num_batched_tokens", tokens, 1)
-        _at_least("max_num_seqs", args.max_num_seqs, 1)
         if not args.enable_chunked_prefill and tokens < max_model_len:
             raise ConfigError(
                 f"without chunked prefill a step must be able to hold a whole sequence, but max_num_batched_tokens "
@@ -126,6 +132,11 @@ class EngineConfig:
         useful = needed * self.max_num_seqs
         if self.args.num_gpu_blocks_override is not None:
             blocks = self.args.num_gpu_blocks_override
+            if blocks < needed:
+                raise ConfigError(
+                    f"num_gpu_blocks_override {blocks} is too low: one sequence of max_model_len {self.max_model_len} "
+                    f"needs {needed} blocks; raise it to at least that, or lower --max-model-len"
+                )
         elif block_bytes:
             blocks = min(max(available_bytes - window_bytes - state_bytes, 0) // block_bytes, useful)
         else:
@@ -152,6 +163,7 @@ class EngineConfig:
             "dtype": str(self.dtype),
             "kv_cache_dtype": str(self.kv_cache_dtype),
             "index_cache_dtype": self.index_cache_dtype.dtype,
+            "index_hadamard": self.args.index_hadamard,
             "linear_activation_quant": str(self.activation_quant),
             "block_size": self.args.block_size,
             "max_model_len": self.max_model_len,
@@ -160,6 +172,35 @@ class EngineConfig:
             "torch": torch.__version__,
         }
         return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()
+
+
+def _check_types(args: EngineArgs) -> None:
+    """Refuse what is not of the type that the option declares; ranges are checked where values are used."""
+    hints = typing.get_type_hints(EngineArgs)
+    for field in dataclasses.fields(args):
+        value, hint = getattr(args, field.name), hints[field.name]
+        allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if not any(_is_of(value, kind) for kind in allowed):
+            raise ConfigError(f"{field.name} {value!r} is a {type(value).__name__}; give {field.type}")
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, typing.get_origin(kind) or kind)
+
+
+def _check_ranges(args: EngineArgs) -> None:
+    _choice(args, "load_format")
+    _at_least("max_num_seqs", args.max_num_seqs, 1)
+    if args.num_gpu_blocks_override is not None:
+        _at_least("num_gpu_blocks_override", args.num_gpu_blocks_override, 1)
+    if args.kv_cache_memory_gb is not None and not 0 < args.kv_cache_memory_gb < float("inf"):
+        raise ConfigError(f"kv_cache_memory_gb must be a number of GiB above 0, not {args.kv_cache_memory_gb}")
+    if not 0 < args.gpu_memory_utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {args.gpu_memory_utilization}")
 
 
 def _choice(args: EngineArgs, name: str) -> str:
@@ -172,8 +213,8 @@ def _choice(args: EngineArgs, name: str) -> str:
 
 
 def _at_least(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, not {value}")
 
 
 def _device(name: str) -> torch.device:

@@ -49,16 +49,18 @@ class LLM:
         """
         ids = self.engine.add_requests(self._batch(prompts), sampling_params)
         finished: dict[str, RequestOutput] = {}
+        unfinished = set(ids)
         try:
             with tqdm(total=len(ids), desc="requests", disable=not use_tqdm) as bar:
-                while len(finished) < len(ids):
-                    for output in self.engine.step():
-                        if output.finished and output.request_id in ids:
+                while unfinished:
+                    for output in self.engine.step(finished_only=True):
+                        if output.request_id in unfinished:
+                            unfinished.discard(output.request_id)
                             finished[output.request_id] = output
                             bar.update()
         finally:
             # an error or an interrupt leaves no request behind; those that finished are gone already
-            for request_id in ids:
+            for request_id in unfinished:
                 self.engine.abort(request_id)
         return [finished[request_id] for request_id in ids]
 

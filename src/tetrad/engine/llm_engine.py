@@ -19,7 +19,7 @@ from tetrad.engine.sampling_params import SamplingParams, resolve_seed
 from tetrad.engine.scheduler import Scheduler
 from tetrad.engine.sequence import Request, Sequence, SequenceStatus
 from tetrad.engine.tokenizer import Tokenizer, require_tokenizer
-from tetrad.errors import RequestError
+from tetrad.errors import ConfigError, RequestError
 
 Prompt = str | SequenceOf[int]
 
@@ -37,6 +37,10 @@ class LLMEngine:
         self.config = args if isinstance(args, EngineConfig) else EngineConfig.resolve(args)
         config = self.config
         self.tokenizer = Tokenizer.load(config.args.tokenizer or config.args.model, config.model.vocab_size)
+        if config.args.tokenizer and self.tokenizer is None:
+            raise ConfigError(
+                f"tokenizer {str(config.args.tokenizer)!r} is not a folder with a tokenizer.json; correct it"
+            )
         self.eos_token_ids = frozenset(config.model.eos_token_id) | frozenset(
             self.tokenizer.eos_token_ids if self.tokenizer else ()
         )
@@ -66,7 +70,7 @@ class LLMEngine:
         Raises:
             RequestError: the request cannot be served; it says why. Nothing was queued, other requests go on.
         """
-        request = self._request(prompt, params or SamplingParams(), request_id)
+        request = self._request(prompt, SamplingParams() if params is None else params, request_id)
         self._queue([request])
         return request.request_id
 
@@ -80,8 +84,12 @@ class LLMEngine:
         Raises:
             RequestError: names the prompt that cannot be served; none was queued.
         """
+        if not isinstance(prompts, (list, tuple)):
+            raise RequestError(f"prompts must be a list, not {type(prompts).__name__}")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, (list, tuple)):
+            raise RequestError(f"params must be SamplingParams or a list of them, not {type(params).__name__}")
         if len(params) != len(prompts):
             raise RequestError(
                 f"there are {len(prompts)} prompts but {len(params)} sampling_params; give one for all or one each"
@@ -101,6 +109,8 @@ class LLMEngine:
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
         if request_id is None:
             request_id = next(name for i in self._counter if (name := f"request-{i}") not in self.requests)
+        elif not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string, not {request_id!r}")
         elif request_id in self.requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request; choose another")
         text, ids = self._prompt(prompt)
@@ -165,8 +175,12 @@ class LLMEngine:
                 sequence.finish("abort")
         return request.output()
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the output of every request that got a token (or ended) in it."""
+    def step(self, *, finished_only: bool = False) -> list[RequestOutput]:
+        """Run one step. Returns the output of every request that got a token (or ended) in it.
+
+        An output holds all tokens so far, so those of long requests cost more the longer they are: who has no use for
+        them asks for ``finished_only``.
+        """
         batch = self.scheduler.schedule()
         if not batch.scheduled:
             return []
@@ -174,9 +188,10 @@ class LLMEngine:
         self.scheduler.advance(batch)
         sampling = [item.sequence for item in batch.scheduled if item.samples]
         tokens = self.sampler.sample(logits, [sequence.sampling_row for sequence in sampling])
-        return self._commit(sampling, tokens)
+        touched = self._commit(sampling, tokens)
+        return [request.output() for request in touched if request.finished or not finished_only]
 
-    def _commit(self, sequences: list[Sequence], tokens: list[SampledToken]) -> list[RequestOutput]:
+    def _commit(self, sequences: list[Sequence], tokens: list[SampledToken]) -> list[Request]:
         now = time.monotonic()
         touched: dict[str, Request] = {}
         for sequence, token in zip(sequences, tokens, strict=True):
@@ -194,21 +209,24 @@ class LLMEngine:
         for request in touched.values():
             if request.finished:
                 del self.requests[request.request_id]
-        return [request.output() for request in touched.values()]
+        return list(touched.values())
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
         params, token_id = sequence.request.params, token.token_id
         sequence.output_token_ids.append(token_id)
-        sequence.detokenizer.append(token_id)
         if token.logprobs is not None:
             sequence.logprobs.append(token.logprobs)
         count = len(sequence.output_token_ids)
         may_stop = count > params.min_tokens
+        # a token that ends the output is one of its ids, but never part of its text
         if may_stop and token_id in params.stop_token_ids:
             sequence.finish("stop", token_id)
-        elif may_stop and not params.ignore_eos and token_id in self.eos_token_ids:
+            return
+        if may_stop and not params.ignore_eos and token_id in self.eos_token_ids:
             sequence.finish("stop")
-        elif sequence.detokenizer.stop_string is not None:
+            return
+        sequence.detokenizer.append(token_id)
+        if sequence.detokenizer.stop_string is not None:
             sequence.finish("stop", sequence.detokenizer.stop_string)
         elif count >= sequence.max_tokens:
             sequence.finish("length")

@@ -16,6 +16,7 @@ from tetrad.errors import ConfigError
 from tetrad.models.checkpoint.dummy import fill_dummy
 from tetrad.models.checkpoint.reader import load_checkpoint
 from tetrad.models.deepseek_v4 import DeepseekV4
+from tetrad.models.indexer import IndexerOptions
 
 logger = logging.getLogger(__name__)
 _GIB = 1 << 30
@@ -30,7 +31,7 @@ class ModelRunner:
         sizes = config.cache_sizes(self._cache_bytes()) if config.device.type == "cpu" else None
         self.model = self._load(progress)
         self.sizes: CacheSizes = sizes or config.cache_sizes(self._cache_bytes())
-        self.caches = KVCaches(config.cache_spec, self.sizes, config.device)
+        self.caches = self._allocate()
         self.stager = StepStager(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -52,27 +53,31 @@ class ModelRunner:
                 config.model,
                 config.dtype,
                 quant=config.activation_quant,
-                logits_budget_bytes=config.logits_budget_bytes,
+                indexer_options=IndexerOptions(config.logits_budget_bytes, config.args.index_hadamard),
             )
         if config.args.load_format == "dummy":
             fill_dummy(model, config.model, config.args.seed or 0)
-        elif config.args.load_format == "auto":
-            load_checkpoint(config.args.model, config.model, model, device=config.device, progress=progress)
         else:
-            raise ConfigError(f"load_format {config.args.load_format!r} is not known; choose auto or dummy")
+            load_checkpoint(config.args.model, config.model, model, device=config.device, progress=progress)
         return model.eval()
+
+    def _allocate(self) -> KVCaches:
+        spec = self.config.cache_spec
+        try:
+            return KVCaches(spec, self.sizes, self.config.device)
+        except RuntimeError as error:  # torch raises nothing more exact on a CPU
+            raise ConfigError(
+                f"the caches take {format_bytes(self.sizes.total_bytes(spec))}, which {self.config.device} does not "
+                f"have ({str(error).splitlines()[0]}); lower --kv-cache-memory-gb or --num-gpu-blocks-override"
+            ) from error
 
     def _cache_bytes(self) -> int:
         """Bytes that the caches may take."""
         args, device = self.config.args, self.config.device
         if args.kv_cache_memory_gb is not None:
-            if not 0 < args.kv_cache_memory_gb < float("inf"):
-                raise ConfigError(f"kv_cache_memory_gb must be above 0, not {args.kv_cache_memory_gb}")
             return int(args.kv_cache_memory_gb * _GIB)
         if device.type == "cpu":
             return int(DEFAULT_CPU_CACHE_GB * _GIB)
-        if not 0 < args.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {args.gpu_memory_utilization}")
         free, total = torch.cuda.mem_get_info(device)
         return max(int(total * args.gpu_memory_utilization) - (total - free), 0)
 

@@ -34,7 +34,8 @@ class CompletionOutput:
 
     Attributes:
         index: the choice's number, from 0.
-        text: the text so far, cut before a stop string; empty where the model folder has no tokenizer.
+        text: the text so far, cut before a stop string and without the token that ended the output (an end of sequence
+            or a stop id); empty where the model folder has no tokenizer.
         token_ids: the generated ids, the one that ended the output included.
         finish_reason: None while it runs; "stop" (end of sequence, stop id or stop string), "length", "abort", "error".
         stop_reason: the stop string or the stop id that fired; None for an end of sequence or any other end.

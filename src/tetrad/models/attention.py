@@ -9,7 +9,7 @@ from tetrad.cache.kv_cache import LayerCache
 from tetrad.geometry import CSA_RATIO
 from tetrad.models.compressor import Compressor
 from tetrad.models.config import LayerKind, ModelConfig
-from tetrad.models.indexer import Indexer
+from tetrad.models.indexer import Indexer, IndexerOptions
 from tetrad.models.linear import ActivationQuant, Linear, Norm
 from tetrad.models.step import AttentionMetadata
 from tetrad.ops.kv_entries import write_kv_entries
@@ -29,7 +29,7 @@ class Attention(nn.Module):
     """Queries of many heads over one shared key-value head, a learned sink, and a grouped output projection."""
 
     def __init__(
-        self, config: ModelConfig, kind: LayerKind, dtype: torch.dtype, quant: ActivationQuant, logits_budget: int
+        self, config: ModelConfig, kind: LayerKind, dtype: torch.dtype, quant: ActivationQuant, options: IndexerOptions
     ) -> None:
         super().__init__()
         self.config, self.kind, self.dtype = config, kind, dtype
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         self.indexer: Indexer | None = None
         if kind is LayerKind.CSA:
             self.compressor = Compressor(config.hidden_size, dim, CSA_RATIO)
-            self.indexer = Indexer(config, dtype, quant, logits_budget)
+            self.indexer = Indexer(config, dtype, quant, options)
         elif kind is LayerKind.HCA:
             assert config.hca_ratio is not None
             self.compressor = Compressor(config.hidden_size, dim, config.hca_ratio)

@@ -12,6 +12,7 @@ from tetrad.cache.kv_cache import KVCaches, LayerCache
 from tetrad.models.attention import Attention
 from tetrad.models.config import LayerKind, ModelConfig
 from tetrad.models.hyper_connections import MixWeights, collapse, expand, head_collapse, mix_weights
+from tetrad.models.indexer import DEFAULT_OPTIONS, IndexerOptions
 from tetrad.models.linear import ActivationQuant, Linear, Norm
 from tetrad.models.moe import MoE
 from tetrad.models.rotary import inverse_frequencies
@@ -32,14 +33,14 @@ class Layer(nn.Module):
         index: int,
         dtype: torch.dtype,
         quant: ActivationQuant,
-        logits_budget: int,
+        options: IndexerOptions,
     ) -> None:
         super().__init__()
         self.config = config
         count = config.hc_mult
         mixes = 2 * count + count * count
         kind: LayerKind = config.layer_kinds[index]
-        self.attn = Attention(config, kind, dtype, quant, logits_budget)
+        self.attn = Attention(config, kind, dtype, quant, options)
         self.ffn = MoE(config, index < config.num_hash_layers, dtype, quant)
         self.attn_norm = Norm(config.hidden_size)
         self.ffn_norm = Norm(config.hidden_size)
@@ -98,13 +99,13 @@ class DeepseekV4(nn.Module):
         dtype: torch.dtype,
         *,
         quant: ActivationQuant = ActivationQuant.NONE,
-        logits_budget_bytes: int = 2048 << 20,
+        indexer_options: IndexerOptions = DEFAULT_OPTIONS,
     ) -> None:
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = nn.ModuleList(
-            Layer(config, index, dtype, quant, logits_budget_bytes) for index in range(config.num_hidden_layers)
+            Layer(config, index, dtype, quant, indexer_options) for index in range(config.num_hidden_layers)
         )
         self.norm = Norm(config.hidden_size)
         self.head = Linear(config.hidden_size, config.vocab_size, torch.float32)

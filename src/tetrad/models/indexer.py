@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,20 @@ from tetrad.ops import index_topk, quantize_index_query, write_index_keys
 from tetrad.ops.index_keys import index_key_vectors
 
 
+@dataclass(frozen=True, slots=True)
+class IndexerOptions:
+    """How the indexer is run: bytes of scores held at a time (0 is unlimited), and whether keys are rotated.
+
+    The model was trained with the Hadamard rotation; leaving it out only serves to measure what it is worth.
+    """
+
+    logits_budget_bytes: int = 2048 << 20
+    hadamard: bool = True
+
+
+DEFAULT_OPTIONS = IndexerOptions()
+
+
 class Indexer(nn.Module):
     """score(p, j) = sum_h w_h relu(q_h . k_j) over the stored, quantised keys; the top ``index_topk`` are attended.
 
@@ -22,10 +38,12 @@ class Indexer(nn.Module):
     compressor of the indexer's own, at ratio 4.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, quant: ActivationQuant, logits_budget: int) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, quant: ActivationQuant, options: IndexerOptions
+    ) -> None:
         super().__init__()
         self.heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
-        self.eps, self.dtype, self.logits_budget = config.rms_norm_eps, dtype, logits_budget
+        self.eps, self.dtype, self.options = config.rms_norm_eps, dtype, options
         self.wq_b = Linear(config.q_lora_rank, self.heads * self.head_dim, dtype, quant)
         # fp32 on purpose: head weights are not rounded, so equal scores stay rare
         self.weights_proj = Linear(config.hidden_size, self.heads, torch.float32)
@@ -40,12 +58,20 @@ class Indexer(nn.Module):
         assert cache.index_state is not None
         inputs, plan = metadata.inputs, metadata.csa
         pooled = self.compressor(x, inputs.positions, plan, cache.index_state)
-        keys = index_key_vectors(pooled, self.compressor.norm.weight, self.eps, *plan.rotation, dtype=self.dtype)
+        keys = index_key_vectors(
+            pooled,
+            self.compressor.norm.weight,
+            self.eps,
+            *plan.rotation,
+            dtype=self.dtype,
+            hadamard=self.options.hadamard,
+        )
         write_index_keys(keys, cache.index_pages, plan.entry_slots, cache.index_layout)
         query, query_scale = quantize_index_query(
             self.wq_b(q_latent).unflatten(1, (self.heads, self.head_dim)),
             *metadata.compress_rotation,
             cache.index_layout.dtype,
+            hadamard=self.options.hadamard,
         )
         return index_topk(
             query,
@@ -57,6 +83,6 @@ class Indexer(nn.Module):
             metadata.visible_csa,
             self.topk,
             width=metadata.index_width,
-            logits_budget_bytes=self.logits_budget,
+            logits_budget_bytes=self.options.logits_budget_bytes,
             plan=metadata.indexer_plan,
         )

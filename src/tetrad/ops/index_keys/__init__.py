@@ -22,7 +22,14 @@ _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def index_key_vectors(
-    pooled: Tensor, norm_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, dtype: torch.dtype
+    pooled: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    *,
+    hadamard: bool = True,
 ) -> Tensor:
     """The keys that :func:`write_index_keys` stores: Hadamard(RoPE(RMSNorm(pooled))), [N, D] in ``dtype``.
 
@@ -34,6 +41,7 @@ def index_key_vectors(
     :param cos: fp32 [N, rope / 2], one angle per key and channel pair, at the position of the key's first token
     :param sin: as ``cos``
     :param dtype: the compute dtype, fp32 or bf16, to which every step rounds
+    :param hadamard: False leaves the rotation out, on queries and keys alike; only to measure what it is worth
     :raises ValueError: for a wrong shape, stride or device, or if D is not a power of two
     :raises TypeError: for a wrong dtype
     """
@@ -43,11 +51,11 @@ def index_key_vectors(
         raise TypeError(f"dtype must be float32 or bfloat16; got {dtype}")
     _check_angles(pooled, cos, sin)
     backend = backend_module("index_keys", pooled.device, Problem(head_dim=pooled.shape[1]))
-    return backend.index_key_vectors(pooled, norm_weight, eps, cos, sin, dtype)
+    return backend.index_key_vectors(pooled, norm_weight, eps, cos, sin, dtype, hadamard=hadamard)
 
 
 def quantize_index_query(
-    q: Tensor, cos: Tensor, sin: Tensor, index_dtype: IndexDtype | str
+    q: Tensor, cos: Tensor, sin: Tensor, index_dtype: IndexDtype | str, *, hadamard: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """Index queries as ``indexer_logits`` takes them: (q, q_scale) of Hadamard(RoPE(q)), quantised like the keys.
 
@@ -58,6 +66,7 @@ def quantize_index_query(
     :param cos: fp32 [R, rope / 2], one angle per row and channel pair; the last ``rope`` channels are rotated
     :param sin: as ``cos``
     :param index_dtype: the dtype of the index cache
+    :param hadamard: as for the keys
     :raises ValueError: for a wrong shape, stride, device or index dtype, if D is not a power of two, or for fp4 if it
         is not a multiple of 32
     :raises TypeError: for a wrong dtype
@@ -66,7 +75,7 @@ def quantize_index_query(
     _check_angles(q, cos, sin)
     index_dtype = IndexDtype(index_dtype)
     backend = backend_module("index_keys", q.device, Problem(str(index_dtype), q.shape[2], q.shape[1]))
-    return backend.quantize_index_query(q, cos, sin, index_dtype)
+    return backend.quantize_index_query(q, cos, sin, index_dtype, hadamard=hadamard)
 
 
 def write_index_keys(keys: Tensor, pages: Tensor, slots: Tensor, layout: IndexLayout) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tetrad.formats import hadamard
+from tetrad.formats.hadamard import rotate
 from tetrad.geometry import IndexDtype, IndexLayout
 from tetrad.ops.index_keys.encoding import decode, encode, from_rows, to_rows
 from tetrad.ops.paged_rows import gather_rows, scatter_rows
@@ -17,15 +17,26 @@ from tetrad.ops.row_invariant import rms_norm
 
 
 def index_key_vectors(
-    pooled: Tensor, norm_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, dtype: torch.dtype
+    pooled: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    *,
+    hadamard: bool = True,
 ) -> Tensor:
     """Cast, RMSNorm, RoPE, Hadamard, each rounded to ``dtype``."""
-    return hadamard.rotate(apply_rotary(rms_norm(pooled.to(dtype), norm_weight, eps), cos, sin))
+    keys = apply_rotary(rms_norm(pooled.to(dtype), norm_weight, eps), cos, sin)
+    return rotate(keys) if hadamard else keys
 
 
-def quantize_index_query(q: Tensor, cos: Tensor, sin: Tensor, index_dtype: IndexDtype) -> tuple[Tensor, Tensor | None]:
+def quantize_index_query(
+    q: Tensor, cos: Tensor, sin: Tensor, index_dtype: IndexDtype, *, hadamard: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """RoPE and Hadamard, each rounded to the dtype of ``q``, then the encoding of ``index_dtype``."""
-    return encode(hadamard.rotate(apply_rotary(q, cos, sin)), index_dtype)
+    q = apply_rotary(q, cos, sin)
+    return encode(rotate(q) if hadamard else q, index_dtype)
 
 
 def write_index_keys(keys: Tensor, pages: Tensor, slots: Tensor, layout: IndexLayout) -> None:

@@ -22,6 +22,7 @@ from tetrad.ops.index_keys.encoding import decode, from_rows
 from tetrad.ops.paged_rows import gather_rows
 from tetrad.ops.plan_indexer.plan import BLOCK, IndexerPlan
 from tetrad.ops.row_invariant import ROW_MULTIPLE
+from tetrad.ops.temporaries import temporary_bytes
 
 _CHUNK_BYTES = 16 << 20
 """Bytes of temporaries that are aimed at; changes no result. Many more are slower: they leave the CPU's cache."""
@@ -129,7 +130,7 @@ class _Scorer:
 
     def score_group(self, group: _Group) -> None:
         """Many rows of one request: block by block, its keys dequantised once for a chunk of rows."""
-        rows_at_once = max(1, _CHUNK_BYTES // self._item_bytes(keys=False))
+        rows_at_once = max(1, temporary_bytes(self.q.device, _CHUNK_BYTES) // self._item_bytes(keys=False))
         request = torch.tensor([group.request], device=self.q.device)
         for start in range(group.start, group.stop, rows_at_once):
             rows = slice(start, min(start + rows_at_once, group.stop))
@@ -170,7 +171,7 @@ class _Scorer:
 
     def _batches(self, groups: list[_Group]) -> Iterator[tuple[list[_Group], list[int]]]:
         """(group, block) of every key block, in batches of bounded size."""
-        limit = max(1, _CHUNK_BYTES // self._item_bytes(keys=True))
+        limit = max(1, temporary_bytes(self.q.device, _CHUNK_BYTES) // self._item_bytes(keys=True))
         group_of: list[_Group] = []
         block_of: list[int] = []
         items = 0

@@ -10,12 +10,13 @@ from torch import Tensor
 from tetrad.geometry import entry_slots
 from tetrad.ops.kv_entries import read_kv_entries
 from tetrad.ops.row_invariant import batched_product
+from tetrad.ops.temporaries import temporary_bytes
 
 if TYPE_CHECKING:
     from tetrad.ops.sparse_attention import KeySegment
 
 _CHUNK_BYTES = 64 << 20
-"""Bytes of gathered keys and scores that one chunk of rows may need; bounds memory, changes no result."""
+"""Bytes of gathered keys and scores that one chunk of rows may need on a CPU."""
 
 
 def sparse_attention(
@@ -28,7 +29,7 @@ def sparse_attention(
     """
     rows, heads, dim = q.shape
     widest = max((segment.block for segment in segments), default=1)
-    chunk = max(8, _CHUNK_BYTES // (4 * widest * (dim + 3 * heads)))
+    chunk = max(8, temporary_bytes(q.device, _CHUNK_BYTES) // (4 * widest * (dim + 3 * heads)))
     parts = [
         _attend(q[i : i + chunk], sinks, segments, row_request[i : i + chunk], slice(i, i + chunk), scale)
         for i in range(0, rows, chunk)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetrad.ops.temporaries import temporary_bytes
+
 _CHUNK_KEYS = 1 << 20
 """Sort keys of 8 bytes that are held at a time; bounds memory, changes no result."""
 
@@ -29,7 +31,7 @@ def topk_indices(logits: Tensor, visible_end: Tensor, k: int, out: Tensor) -> No
     out[:, picked:].fill_(-1)
     if not picked:
         return
-    chunk = max(1, _CHUNK_KEYS // width)
+    chunk = max(1, temporary_bytes(logits.device, 8 * _CHUNK_KEYS) // (8 * width))
     column = torch.arange(width, device=logits.device)
     for start in range(0, rows, chunk):
         part = slice(start, start + chunk)
