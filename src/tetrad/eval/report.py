@@ -76,7 +76,8 @@ def table(result: RecallResult) -> str:
     """The table: per cent right, the paired difference to the baseline with its 95 % interval, per cent by depth."""
     rows = cells(result)
     depths = sorted(result.settings.depths)
-    head = f"{'length':>8} {'index':10} {'questions':>9} {'recall %':>9} {f'minus {BASELINE}, 95 % interval':>26} {'found %':>8}"
+    against = f"minus {BASELINE}, 95 % interval"
+    head = f"{'length':>8} {'index':10} {'questions':>9} {'recall %':>9} {against:>28} {'found %':>8}"
     lines = [
         f"index_topk {result.index_topk}, {result.device}; found: the share of {BASELINE}'s chosen entries",
         head + "  at depth " + " ".join(f"{depth:5.2f}" for depth in depths),
