@@ -295,7 +295,7 @@ def test_half_a_stop_string_is_text_in_the_end(text_engine):
 def test_min_tokens(text_engine):
     """Neither an end of sequence, nor a stop id, nor a stop string ends an output that is too short."""
     tokens = [EOS, *ABC]
-    text, ids, reason, _ = finish(text_engine, tokens, greedy(min_tokens=3, max_tokens=3))
+    _, ids, reason, _ = finish(text_engine, tokens, greedy(min_tokens=3, max_tokens=3))
     assert (len(ids), reason) == (3, "length")
     assert EOS not in ids
     stop = ABC[0]
@@ -488,7 +488,7 @@ def test_a_model_without_a_tokenizer(engine):
 
 
 def test_a_tokenizer_of_its_own(folder, text_folder, tmp_path):
-    """--tokenizer once did nothing where its folder held no tokenizer.json: prompts failed later, without the reason."""
+    """--tokenizer once did nothing where its folder held no tokenizer.json; prompts failed much later."""
     built = small_engine(folder, tokenizer=text_folder)
     built.add_request("hello", GREEDY)
     assert run(built)

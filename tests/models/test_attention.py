@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-
 from tests.models import formulas
 from tests.models.steps import block_tables, lengths, padded, step_inputs
 from tests.tiny import tiny_config
+from torch import Tensor
+
 from tetrad.cache.kv_cache import KVCaches
 from tetrad.cache.spec import CacheSizes, CacheSpec
 from tetrad.geometry import IndexDtype, KVDtype
 from tetrad.models.attention import Attention
 from tetrad.models.config import LayerKind, ModelConfig
+from tetrad.models.indexer import DEFAULT_OPTIONS
 from tetrad.models.linear import ActivationQuant
 from tetrad.models.rotary import inverse_frequencies
 from tetrad.models.step import AttentionMetadata
@@ -37,9 +38,11 @@ ODD = {
 LAYERS = {LayerKind.SWA: "swa", LayerKind.CSA: "csa", LayerKind.HCA: "hca"}
 
 
-def make_layer(kind: LayerKind, quant: ActivationQuant = ActivationQuant.NONE, **overrides) -> tuple[ModelConfig, Attention]:
+def make_layer(
+    kind: LayerKind, quant: ActivationQuant = ActivationQuant.NONE, **overrides
+) -> tuple[ModelConfig, Attention]:
     config = tiny_config(LAYERS[kind], **(ODD | overrides))
-    layer = Attention(config, kind, torch.float32, quant, 0)
+    layer = Attention(config, kind, torch.float32, quant, DEFAULT_OPTIONS)
     generator = torch.Generator().manual_seed(4)
     for name, parameter in layer.named_parameters():
         size = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 and not name.endswith("ape") else 1.0

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
-
 from tests.models.formulas import pooled_entries
 from tests.models.steps import block_tables, lengths, padded, step_inputs
+from torch import Tensor
+
 from tetrad.geometry import state_ring
 from tetrad.models.compressor import Compressor
 from tetrad.models.step import CompressPlan, Segment
@@ -39,7 +39,9 @@ def empty_state(compressor: Compressor) -> Tensor:
     return torch.full((REQUESTS * state_ring(compressor.ratio), 2, width), float("nan"))
 
 
-def feed(compressor: Compressor, state: Tensor, x: Tensor, segments: list[Segment]) -> Iterator[tuple[CompressPlan, Tensor]]:
+def feed(
+    compressor: Compressor, state: Tensor, x: Tensor, segments: list[Segment]
+) -> Iterator[tuple[CompressPlan, Tensor]]:
     """One sequence, a segment a step: the plan and the entries of every step."""
     tables = block_tables(REQUESTS, len(x))
     for segment in segments:
@@ -77,7 +79,7 @@ def test_every_split(ratio, length, first, second):
 
 @pytest.mark.parametrize("ratio", [4, 16, 128])
 def test_emission(ratio):
-    """Entry j is made by token ratio * (j + 1) - 1, turned to position ratio * j, and stored in the request's blocks."""
+    """Entry j is made by token ratio * (j + 1) - 1, turned to position ratio * j, stored in the request's blocks."""
     compressor, x = make_compressor(ratio), tokens(521)
     table = block_tables(REQUESTS, len(x))[0]
     per_block = 256 // ratio
@@ -95,7 +97,7 @@ def test_emission(ratio):
 
 @pytest.mark.parametrize("ratio", [4, 16])
 def test_requests_keep_their_states_apart(ratio):
-    """Three requests of different lengths in every step, in changing order: each gets the entries that it gets alone."""
+    """Three requests of different lengths in a step, in changing order: each gets the entries that it gets alone."""
     compressor, state = make_compressor(ratio), empty_state(make_compressor(ratio))
     x = [tokens(80, seed) for seed in range(REQUESTS)]
     tables = block_tables(REQUESTS, 80)

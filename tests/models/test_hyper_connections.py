@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from tests.row_splits import ROWS, assert_row_invariant
 from torch import Tensor
 
-from tests.row_splits import ROWS, assert_row_invariant
 from tetrad.models.hyper_connections import MixWeights, collapse, expand, head_collapse, mix_weights, sinkhorn
 
 NORM_EPS, HC_EPS = 0.02, 0.03  # large, so that a missing one shows

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-
 from tests.released import flash_document, pro_document
 from tests.row_splits import ROWS, assert_row_invariant
 from tests.tiny import tiny_config
+
 from tetrad.models.config import ModelConfig
 from tetrad.models.rotary import angles, inverse_frequencies
 
@@ -20,7 +20,8 @@ RELEASED = [ModelConfig.from_dict(document) for document in (flash_document(), p
 def test_yarn_of_the_released_models(config):
     """Pairs 0 to 15 turn as ever, pairs 25 to 31 sixteen times slower, those between in even steps."""
     got = inverse_frequencies(config, compressed=True)
-    assert got.shape == (32,) and got.dtype == torch.float32
+    assert got.shape == (32,)
+    assert got.dtype == torch.float32
     for pair in range(32):
         plain = 160_000.0 ** (-2 * pair / 64)
         ramp = min(max((pair - 15) / (25 - 15), 0.0), 1.0)
@@ -78,7 +79,8 @@ def test_angle_is_an_fp32_product():
     frequencies = inverse_frequencies(RELEASED[0], compressed=True)
     positions = torch.tensor([0, 1, 127, 128, 65_535, 987_654, 1_048_575])
     cos, sin = angles(positions, frequencies)
-    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == sin.shape == (7, 32)
+    assert cos.dtype == sin.dtype == torch.float32
+    assert cos.shape == sin.shape == (7, 32)
     rounded = (positions.float().view(-1, 1) * frequencies).double()
     torch.testing.assert_close(cos.double(), rounded.cos(), rtol=0, atol=1e-6)
     torch.testing.assert_close(sin.double(), rounded.sin(), rtol=0, atol=1e-6)

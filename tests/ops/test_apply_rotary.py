@@ -6,9 +6,9 @@ import cmath
 
 import pytest
 import torch
+from tests.row_splits import ROWS, assert_row_invariant
 from torch import Tensor
 
-from tests.row_splits import ROWS, assert_row_invariant
 from tetrad.ops.rotary import apply_rotary
 
 
@@ -37,7 +37,8 @@ def test_against_complex_numbers(shape, rope, dtype, inverse):
     """Neighbours form a pair; every head of a row turns by the row's angles; computed in fp32, rounded once."""
     x, angle = case(*shape, rope=rope, dtype=dtype)
     got = apply_rotary(x, angle.cos(), angle.sin(), inverse=inverse)
-    assert got.dtype == dtype and got.shape == x.shape
+    assert got.dtype == dtype
+    assert got.shape == x.shape
     assert torch.equal(got[..., : x.shape[-1] - rope], x[..., : x.shape[-1] - rope])
     expected = [
         turn(vector, angle[row].tolist(), -1 if inverse else 1)

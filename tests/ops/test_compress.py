@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from tests.row_splits import ROWS, assert_row_invariant
 from torch import Tensor
 
-from tests.row_splits import ROWS, assert_row_invariant
 from tetrad.ops.compress import compress, update_state
 
 NAN = float("nan")
@@ -66,7 +66,8 @@ def test_against_the_formula(places, overlap, dim):
     written = [2, 5, 6, 8]
     state[written] = normal(4, 2, width, seed=1) * 3
     got = compress(step, state, *sources(places), overlap=overlap)
-    assert got.shape == (len(places), dim) and got.dtype == torch.float32
+    assert got.shape == (len(places), dim)
+    assert got.dtype == torch.float32
     for entry, names in zip(got, places, strict=True):
         tokens = [None if name == "-" else (step if name[0] == "r" else state)[int(name[1:])] for name in names]
         torch.testing.assert_close(entry.double(), torch.tensor(pool(tokens, overlap)).double(), rtol=1e-5, atol=1e-6)
@@ -89,7 +90,8 @@ def test_update_state_writes_nothing_else():
     """Only the named places change; other requests' places are beside them."""
     step, state = normal(5, 2, 6, seed=0), torch.full((9, 2, 6), NAN)
     update_state(step, state, torch.tensor([4, 1]), torch.tensor([7, 0]))
-    assert torch.equal(state[7], step[4]) and torch.equal(state[0], step[1])
+    assert torch.equal(state[7], step[4])
+    assert torch.equal(state[0], step[1])
     assert state[[1, 2, 3, 4, 5, 6, 8]].isnan().all()
     update_state(step, state, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
     assert torch.equal(state[7], step[4])

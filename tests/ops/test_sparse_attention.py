@@ -8,9 +8,9 @@ from importlib import import_module
 
 import pytest
 import torch
+from tests.row_splits import ROWS, assert_row_invariant
 from torch import Tensor
 
-from tests.row_splits import ROWS, assert_row_invariant
 from tetrad.geometry import KVDtype, KVLayout, page_stride
 from tetrad.ops.kv_entries import read_kv_entries, write_kv_entries
 from tetrad.ops.sparse_attention import KeySegment, sparse_attention
@@ -92,7 +92,9 @@ def keys_of(cache: Cache, request: list[int], seen: list[list[int]], dtype=torch
 
 
 @pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize(("kv_dtype", "dtype"), [("fp32", torch.float32), ("fp8", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype"), [("fp32", torch.float32), ("fp8", torch.float32), ("bf16", torch.bfloat16)]
+)
 def test_window_and_chosen(kv_dtype, dtype, heads):
     """The union of both segments, nothing removed: an entry that is chosen twice counts twice.
 
@@ -111,7 +113,9 @@ def test_window_and_chosen(kv_dtype, dtype, heads):
         scale=SCALE,
     )
     seen = keys_of(window, request, [list(range(a, b)) for a, b in zip(start, end, strict=True)], dtype)
-    for row, more in zip(seen, keys_of(compressed, request, [[e for e in p if e >= 0] for p in picks], dtype), strict=True):
+    for row, more in zip(
+        seen, keys_of(compressed, request, [[e for e in p if e >= 0] for p in picks], dtype), strict=True
+    ):
         row += more
     assert got.dtype == dtype
     tolerance = 1e-5 if dtype is torch.float32 else 0.501 * torch.finfo(dtype).eps
@@ -121,7 +125,7 @@ def test_window_and_chosen(kv_dtype, dtype, heads):
 @pytest.mark.parametrize("width", [1, 63, 64, 65, 127, 128, 129, 200])
 @pytest.mark.parametrize("entries", [2, 64, 256])
 def test_block_edges(width, entries):
-    """Keys are summed 64 at a time: around a block's edge none is lost or counted twice, for rows that see less, too."""
+    """Keys are summed 64 at a time: around a block's edge none is lost or counted twice, in shorter rows as well."""
     cache = make_cache("fp32", entries, [width, width + 70])
     end = [width, 1, max(1, width - 1), (width + 1) // 2, min(64, width)]
     request = [0, 0, 1, 1, 0]

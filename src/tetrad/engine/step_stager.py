@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,27 +16,36 @@ def _padded(rows: int) -> int:
     return max(ROW_MULTIPLE, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
+class _Buffer:
+    """One tensor of the step at a fixed address: ``host`` is filled as a numpy array, ``send`` brings it over."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+        self._device = torch.zeros(shape, dtype=dtype, device=device) if pinned else self._host
+        self.host: np.ndarray = self._host.numpy()
+
+    def send(self, *size: int) -> Tensor:
+        """The first ``size`` elements along each dimension, on the device."""
+        window = tuple(slice(0, extent) for extent in size)
+        if self._device is not self._host:
+            self._device[window].copy_(self._host[window], non_blocking=True)
+        return self._device[window]
+
+
 class StepStager:
     """Buffers for the largest step, on the host and on the device, allocated once."""
 
     def __init__(
         self, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, device: torch.device
     ) -> None:
-        rows = _padded(max_num_batched_tokens)
-        blocks = blocks_for(max_model_len)
-        self.device = device
-        pinned = device.type == "cuda"
-
-        def pair(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            host = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
-            return host, torch.zeros(shape, dtype=dtype, device=device) if pinned else host
-
-        self._ids = pair((rows,), torch.int64)
-        self._positions = pair((rows,), torch.int64)
-        self._request = pair((rows,), torch.int32)
-        self._logits_rows = pair((max_num_seqs,), torch.int64)
-        self._blocks = pair((max_num_seqs, blocks), torch.int32)
-        self._window_blocks = pair((max_num_seqs, blocks), torch.int32)
+        rows, blocks = _padded(max_num_batched_tokens), blocks_for(max_model_len)
+        self._ids = _Buffer((rows,), torch.int64, device)
+        self._positions = _Buffer((rows,), torch.int64, device)
+        self._request = _Buffer((rows,), torch.int32, device)
+        self._logits_rows = _Buffer((max_num_seqs,), torch.int64, device)
+        self._blocks = _Buffer((max_num_seqs, blocks), torch.int32, device)
+        self._window_blocks = _Buffer((max_num_seqs, blocks), torch.int32, device)
 
     def stage(self, batch: Batch) -> StepInputs:
         """Write the batch into the buffers. The tensors returned are views of them, valid until the next call."""
@@ -44,39 +54,30 @@ class StepStager:
             end = row + item.count
             sequence, holding = item.sequence, item.sequence.holding
             assert holding is not None
-            self._ids[0][row:end] = torch.tensor(sequence.tokens(item.start, item.end))
-            self._positions[0][row:end] = torch.arange(item.start, item.end)
-            self._request[0][row:end] = request
+            self._ids.host[row:end] = sequence.tokens(item.start, item.end)
+            self._positions.host[row:end] = np.arange(item.start, item.end)
+            self._request.host[row:end] = request
             used = len(holding.blocks)
             widest = max(widest, used)
-            self._blocks[0][request, :used] = torch.tensor(holding.blocks, dtype=torch.int32)
+            self._blocks.host[request, :used] = holding.blocks
             # a window block that was given back is never read; its entry only has to be a valid number
-            windows = torch.tensor(holding.window_blocks, dtype=torch.int32).clamp_min(0)
-            self._window_blocks[0][request, :used] = windows
+            np.maximum(holding.window_blocks, 0, out=self._window_blocks.host[request, :used])
             segments.append(Segment(holding.state_slot, item.start, item.count))
             row = end
             if item.samples:
                 logits.append(row - 1)
-        rows = _padded(row)
-        self._ids[0][row:rows] = 0
-        self._positions[0][row:rows] = 0
-        self._request[0][row:rows] = -1
-        self._logits_rows[0][: len(logits)] = torch.tensor(logits, dtype=torch.int64)
-        requests = len(batch.scheduled)
+        rows, requests = _padded(row), len(batch.scheduled)
+        self._ids.host[row:rows] = 0
+        self._positions.host[row:rows] = 0
+        self._request.host[row:rows] = -1
+        self._logits_rows.host[: len(logits)] = logits
         return StepInputs(
             rows=row,
-            input_ids=self._send(self._ids, rows),
-            positions=self._send(self._positions, rows),
-            row_request=self._send(self._request, rows),
-            block_tables=self._send(self._blocks, requests, widest),
-            window_tables=self._send(self._window_blocks, requests, widest),
-            logits_rows=self._send(self._logits_rows, len(logits)),
+            input_ids=self._ids.send(rows),
+            positions=self._positions.send(rows),
+            row_request=self._request.send(rows),
+            block_tables=self._blocks.send(requests, widest),
+            window_tables=self._window_blocks.send(requests, widest),
+            logits_rows=self._logits_rows.send(len(logits)),
             segments=tuple(segments),
         )
-
-    def _send(self, pair: tuple[Tensor, Tensor], *size: int) -> Tensor:
-        host, device = pair
-        window = tuple(slice(0, extent) for extent in size)
-        if device is not host:
-            device[window].copy_(host[window], non_blocking=True)
-        return device[window]

@@ -227,12 +227,12 @@ def make_plan(
             prompt, answer = f"What is the {attribute} of {made[-1].name}?", made[-1].value
         elif kind == "latest":
             name = names.draw()
-            for version in range(2 if rng.random() < 0.5 else 3):
-                made.append(Fact("code", name, _value(rng, "code", varied), version))
+            versions = range(2 if rng.random() < 0.5 else 3)
+            made.extend(Fact("code", name, _value(rng, "code", varied), version) for version in versions)
             prompt, answer = f"What is the latest code of {name}?", made[-1].value
         else:
-            for _ in range(2 if rng.random() < 0.6 else 3):
-                made.append(Fact("code", names.draw(), _value(rng, "code", varied)))
+            keys = range(2 if rng.random() < 0.6 else 3)
+            made.extend(Fact("code", names.draw(), _value(rng, "code", varied)) for _ in keys)
             group = made[first:]
             prompt = f"What are the codes of {_join([fact.name for fact in group])}?"
             answer = ", ".join(f"{fact.name} {fact.value}" for fact in group)
@@ -303,9 +303,8 @@ def lay_out(rng: random.Random, plan: Plan, tokens: int, depth: float | None = N
     whole = max(0, len(filler) - 1)
     for number in order:
         stop = min(whole, int(places[number] * (whole + 1)))
-        for sentence in filler[used:stop]:
-            written.append(sentence)
-            at += len(sentence) + 1
+        written.extend(filler[used:stop])
+        at += sum(len(sentence) + 1 for sentence in filler[used:stop])
         used = max(used, stop)
         offsets[number] = at
         written.append(sentences[number])

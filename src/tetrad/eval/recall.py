@@ -140,7 +140,7 @@ def _engine(args: EngineArgs, settings: RecallSettings, variant: Variant) -> LLM
         index_cache_dtype=variant.index_cache_dtype,
         index_hadamard=variant.hadamard,
         max_model_len=max(settings.lengths) + 512,
-        max_num_seqs=max(settings.questions + 1, 256 if args.device != "cpu" else 0),
+        max_num_seqs=max(settings.questions + 1, args.max_num_seqs),
     )
     engine = LLMEngine(engine_args)
     if variant.topk_divisor > 1:

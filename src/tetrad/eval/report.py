@@ -88,10 +88,8 @@ def table(result: RecallResult) -> str:
             difference = f"{100 * cell.difference:+.2f} [{100 * cell.low:+.2f}, {100 * cell.high:+.2f}]"
         found = f"{100 * cell.found:.1f}" if cell.found is not None else ""
         by_depth = " ".join(f"{100 * cell.by_depth[depth]:5.1f}" for depth in depths)
-        lines.append(
-            f"{cell.length:8d} {cell.variant:10} {cell.questions:9d} {100 * cell.recall:9.2f} {difference:>28} {found:>8}"
-            f"           {by_depth}"
-        )
+        shares = f"{100 * cell.recall:9.2f} {difference:>28} {found:>8}"
+        lines.append(f"{cell.length:8d} {cell.variant:10} {cell.questions:9d} {shares}           {by_depth}")
     return "\n".join(lines)
 
 

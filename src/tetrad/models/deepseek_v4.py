@@ -112,7 +112,8 @@ class DeepseekV4(nn.Module):
         self.hc_head_fn = _fp32(config.hc_mult, config.hc_mult * config.hidden_size)
         self.hc_head_base, self.hc_head_scale = _fp32(config.hc_mult), _fp32(1)
         for name, compressed in (("window_frequencies", False), ("compress_frequencies", True)):
-            self.register_buffer(name, inverse_frequencies(config, compressed=compressed), persistent=False)
+            frequencies = inverse_frequencies(config, compressed=compressed).to(self.norm.weight.device)
+            self.register_buffer(name, frequencies, persistent=False)
 
     def metadata(self, inputs: StepInputs) -> AttentionMetadata:
         """The step's metadata, to be built once and given to ``forward``."""

@@ -49,24 +49,17 @@ def sinkhorn(logits: Tensor, eps: float, iterations: int) -> Tensor:
 
     ``iterations`` counts the column normalisations. Every denominator has ``eps`` added, the softmax ``eps`` as well.
     """
+    # in place, for a step spends more launches here than anywhere else
     comb = torch.exp(logits - logits.amax(-1, keepdim=True))
-    comb = comb / _row_sum(comb) + eps
-    comb = comb / (_column_sum(comb) + eps)
+    comb.div_(comb.sum(-1, keepdim=True)).add_(eps)
+    comb.div_(comb.sum(-2, keepdim=True).add_(eps))
     for _ in range(iterations - 1):
-        comb = comb / (_row_sum(comb) + eps)
-        comb = comb / (_column_sum(comb) + eps)
+        comb.div_(comb.sum(-1, keepdim=True).add_(eps))
+        comb.div_(comb.sum(-2, keepdim=True).add_(eps))
     return comb
 
 
-def _row_sum(comb: Tensor) -> Tensor:
-    return _ordered_sum(comb.unbind(-1)).unsqueeze(-1)
-
-
-def _column_sum(comb: Tensor) -> Tensor:
-    return _ordered_sum(comb.unbind(-2)).unsqueeze(-2)
-
-
-def _ordered_sum(terms: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+def _ordered_sum(terms: list[Tensor]) -> Tensor:
     total = terms[0]
     for term in terms[1:]:
         total = total + term

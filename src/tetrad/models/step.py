@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tetrad.geometry import BLOCK_SIZE, CSA_ENTRIES, CSA_RATIO, entry_slots, state_ring
+from tetrad.geometry import BLOCK_SIZE, CSA_RATIO, entry_slots, state_ring
 from tetrad.models.config import ModelConfig
 from tetrad.models.rotary import angles
 from tetrad.ops import IndexerPlan, plan_indexer
@@ -80,40 +80,43 @@ class CompressPlan:
     def build(cls, inputs: StepInputs, ratio: int, frequencies: Tensor) -> CompressPlan:
         """Plan one ratio from the host's segments. Entry j is complete when token ``ratio * (j + 1) - 1`` is here."""
         ring = state_ring(ratio)
-        requests, entries, sources, rows, places, state_rows, state_places = [], [], [], [], [], [], []
-        first_row = 0
-        for request, segment in enumerate(inputs.segments):
-            entry = np.arange(segment.start // ratio, segment.context // ratio)
-            requests.append(np.full(len(entry), request))
-            entries.append(entry)
-            source = entry[:, None] * ratio + np.arange(ratio - ring, ratio)
-            here = source >= segment.start
-            sources.append(source)
-            rows.append(np.where(here, source - segment.start + first_row, -1))
-            kept = segment.state_slot * ring
-            places.append(np.where(here | (source < 0), -1, kept + source % ring))
-            remembered = np.arange(max(segment.start, segment.context - ring), segment.context)
-            state_rows.append(remembered - segment.start + first_row)
-            state_places.append(kept + remembered % ring)
-            first_row += segment.count
+        slot, start, count = np.array(
+            [(segment.state_slot, segment.start, segment.count) for segment in inputs.segments], dtype=np.int64
+        ).T.reshape(3, -1)
+        context, first_row = start + count, np.cumsum(count) - count
 
-        device = inputs.positions.device
+        completed = context // ratio - start // ratio
+        request, place = _ragged(completed)
+        entry = start[request] // ratio + place
+        source = entry[:, None] * ratio + np.arange(ratio - ring, ratio)
+        here = source >= start[request, None]
+        source_rows = np.where(here, source + (first_row - start)[request, None], -1)
+        source_places = np.where(here | (source < 0), -1, slot[request, None] * ring + source % ring)
 
-        def tensor(parts: list[np.ndarray], width: int | None = None) -> Tensor:
-            shape = (0,) if width is None else (0, width)
-            joined = np.concatenate(parts) if parts else np.empty(shape)
-            return torch.from_numpy(joined.astype(np.int64)).to(device)
+        kept, place = _ragged(np.minimum(count, ring))
+        position = (context - np.minimum(count, ring))[kept] + place
+        state_rows = position + (first_row - start)[kept]
+        state_places = slot[kept] * ring + position % ring
 
-        entry = tensor(entries)
+        def tensor(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(inputs.positions.device)
+
+        entries = tensor(entry)
         return cls(
             ratio,
-            entry_slots(inputs.block_tables, tensor(requests), entry, BLOCK_SIZE // ratio),
-            Rotation(*angles(entry * ratio, frequencies)),
-            tensor(rows, ring),
-            tensor(places, ring),
+            entry_slots(inputs.block_tables, tensor(request), entries, BLOCK_SIZE // ratio),
+            Rotation(*angles(entries * ratio, frequencies)),
+            tensor(source_rows),
+            tensor(source_places),
             tensor(state_rows),
             tensor(state_places),
         )
+
+
+def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(owner, place among the owner's) of every item, where owner i has ``counts[i]`` items; int64 [sum of counts]."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,3 @@ class AttentionMetadata:
                 else None
             ),
         )
-
-
-__all__ = ["CSA_ENTRIES", "AttentionMetadata", "CompressPlan", "Rotation", "Segment", "StepInputs"]

@@ -1,0 +1,38 @@
+"""``tetrad demo``: what a newcomer sees first."""
+
+from __future__ import annotations
+
+import pytest
+
+from tetrad.cli.demo import _spans
+from tetrad.cli.main import main
+
+
+def test_demo(capsys):
+    """It answers, shows what the indexer chose, and proves that decoding equals a recompute."""
+    assert main(["demo", "--tokens", "1K"]) == 0
+    out = capsys.readouterr().out
+    assert "Q: What" in out
+    assert "<- a fact asked for" in out
+    assert "logits equal bit by bit" in out
+
+
+def test_own_question(capsys):
+    """A question of the user's own is asked instead."""
+    assert main(["demo", "--tokens", "1K", "--question", "What is the code of nobody?"]) == 0
+    out = capsys.readouterr().out
+    assert [line[:2] for line in out.splitlines()].count("Q:") == 1
+    assert "What is the code of nobody?" in out
+
+
+@pytest.mark.parametrize("tokens", ["100", "many"])
+def test_wrong_length(capsys, tokens):
+    assert main(["demo", "--tokens", tokens]) == 1
+    assert tokens in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("entries", "spans"), [([], []), ([3], [(3, 3)]), ([1, 2, 5, 6, 7, 9], [(1, 2), (5, 7), (9, 9)])]
+)
+def test_spans(entries, spans):
+    assert _spans(entries) == spans

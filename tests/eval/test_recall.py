@@ -1,0 +1,171 @@
+"""Recall through the engine: the measurement itself, and a small one with the bundled model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tetrad import LLM, EngineArgs, SamplingParams, bundled
+from tetrad.cli.main import main
+from tetrad.errors import ConfigError
+from tetrad.eval import report
+from tetrad.eval.documents import STOP, make_document
+from tetrad.eval.recall import Answer, RecallResult, RecallSettings, Variant, _share, document_of, run_recall
+from tetrad.eval.statistics import interval_of_mean
+
+
+@pytest.fixture(scope="module")
+def measured() -> RecallResult:
+    """20 questions about one document of 4096 tokens under each variant."""
+    settings = RecallSettings(
+        lengths=(4096,),
+        depths=(0.5,),
+        variants=tuple(Variant.parse(name) for name in ("fp4", "bf16", "fp4-plain")),
+        questions=20,
+    )
+    return run_recall(EngineArgs(model=bundled.NAME, device="cpu", dtype="float32"), settings)
+
+
+def test_the_bundled_model_remembers(measured):
+    """At 4096 tokens with the top 48 of 1024 entries nearly every answer is right, with a 4-bit index as with bf16."""
+    recall = {cell.variant: cell.recall for cell in report.cells(measured)}
+    assert recall["bf16"] >= 0.9
+    assert recall["fp4"] >= 0.9
+
+
+def test_every_variant_got_every_question(measured):
+    """Differences are paired, so a question that one variant lost would shift all that follow."""
+    places = {}
+    for answer in measured.answers:
+        places.setdefault(answer.variant, set()).add((answer.depth, answer.document, answer.question))
+    assert set(places) == {"bf16", "fp4", "fp4-plain"}
+    assert all(len(found) == 20 and found == places["bf16"] for found in places.values())
+
+
+def test_what_the_quantised_index_found(measured):
+    """FP4 finds most of what bf16 chose, and less without the rotation; bf16 is not compared with itself."""
+    found = {cell.variant: cell.found for cell in report.cells(measured)}
+    assert found["bf16"] is None
+    assert 0.7 < found["fp4"] <= 1.0
+    assert found["fp4-plain"] < found["fp4"]
+
+
+def test_table_and_json(measured):
+    """The table has a row per variant, JSON the same figures."""
+    lines = report.table(measured).splitlines()
+    assert len(lines) == 2 + 3
+    document = json.loads(json.dumps(report.to_dict(measured, answers=True)))
+    assert len(document["answers"]) == 60
+    assert {cell["questions"] for cell in document["cells"]} == {20}
+
+
+def test_picture(measured, tmp_path):
+    """A PNG appears; where it cannot be written the error names the file."""
+    report.picture(measured, tmp_path / "recall.png")
+    assert (tmp_path / "recall.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(ConfigError, match="nowhere"):
+        report.picture(measured, tmp_path / "nowhere" / "recall.png")
+
+
+@pytest.mark.parametrize("base", [256, 384, 512])
+def test_same_answer_at_every_residue(base):
+    """A fact once asked at a prompt length just over a multiple of 128 fell into the entry that was being completed."""
+    llm = LLM(model=bundled.NAME, device="cpu", dtype="float32", index_cache_dtype="fp4", max_model_len=1024)
+    prompts, answers = [], []
+    for length in range(base - 5, base + 6):
+        # as many facts whatever the length: the same fact, with more or less filler around it
+        question = (document := make_document(11, length, 1, kinds=("single",), facts=3)).questions[0]
+        prompts.append(document.text + question.prompt)
+        answers.append(question.answer)
+    assert len(set(answers)) == 1
+    assert {len(prompt) % 4 for prompt in prompts} == {0, 1, 2, 3}
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, stop=STOP))
+    assert [output.outputs[0].text for output in outputs] == answers
+
+
+def test_share_of_the_exact_choice():
+    """-1 is no entry; layers are averaged."""
+    exact = {2: torch.tensor([1, 2, 3, -1]), 4: torch.tensor([5, 6, -1, -1])}
+    chosen = {2: torch.tensor([2, 3, 9, -1]), 4: torch.tensor([5, 6, -1, -1])}
+    assert _share(chosen, exact) == pytest.approx((2 / 3 + 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("fp4", Variant("fp4", "fp4")),
+        ("fp4-plain", Variant("fp4-plain", "fp4", hadamard=False)),
+        ("fp8/2", Variant("fp8/2", "fp8", topk_divisor=2)),
+        ("bf16-plain/4", Variant("bf16-plain/4", "bf16", hadamard=False, topk_divisor=4)),
+    ],
+)
+def test_variant_names(name, expected):
+    assert Variant.parse(name) == expected
+
+
+@pytest.mark.parametrize("name", ["fp5", "fp4-", "fp4-bare", "fp4/0", "fp4/x", "", "fp4/"])
+def test_wrong_variant_names(name):
+    with pytest.raises(ConfigError, match="variant"):
+        Variant.parse(name)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lengths": ()}, {"lengths": (100,)}, {"depths": (1.5,)}, {"questions": 0}, {"documents": 0}]
+)
+def test_wrong_settings(wrong):
+    with pytest.raises(ConfigError):
+        RecallSettings(**wrong)
+
+
+def test_a_document_too_short_for_its_facts():
+    with pytest.raises(ConfigError, match="fewer questions"):
+        document_of(RecallSettings(lengths=(512,), questions=40), 512, 0.5, 0)
+
+
+def test_documents_differ_by_cell_and_seed():
+    """Every cell has a document of its own, the same on every run."""
+    settings = RecallSettings(questions=4)
+    cells = [(length, depth, number) for length in (2048, 4096) for depth in (0.1, 0.9) for number in (0, 1)]
+    texts = [document_of(settings, *cell).text for cell in cells]
+    assert len(set(texts)) == len(cells)
+    assert texts == [document_of(settings, *cell).text for cell in cells]
+    other = dataclasses.replace(settings, seed=1)
+    assert document_of(other, *cells[0]).text != texts[0]
+
+
+def test_interval_of_a_paired_difference():
+    """No difference on any question is an interval of no width; a clear one excludes zero."""
+    assert interval_of_mean(np.zeros(500)) == (0.0, 0.0)
+    values = np.array([-1.0] * 30 + [0.0] * 970)
+    low, high = interval_of_mean(values)
+    assert -0.042 < low < -0.03 < high < -0.018
+
+
+def test_difference_is_paired():
+    """Two variants with the same recall on different questions: no difference, but an interval that says how sure."""
+    settings = RecallSettings(lengths=(1024,), depths=(0.5,))
+
+    def answers(variant: str, wrong: set[int]) -> list[Answer]:
+        return [
+            Answer(variant, 1024, 0.5, 0, number, "single", "a", "b" if number in wrong else "a", None)
+            for number in range(100)
+        ]
+
+    result = RecallResult(settings, 48, "cpu", answers("bf16", {1, 2, 3}) + answers("fp4", {4, 5, 6}))
+    cell = next(cell for cell in report.cells(result) if cell.variant == "fp4")
+    assert cell.difference == 0.0
+    assert cell.low is not None
+    assert cell.low < 0 < (cell.high or 0)
+
+
+def test_command(capsys):
+    """The command prints JSON; a wrong list is an error that names the flag."""
+    flags = ["--device", "cpu", "--dtype", "float32", "--lengths", "1K", "--depths", "0.5", "--questions", "2"]
+    assert main(["eval", "recall", *flags, "--variants", "fp4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cells"][0]["questions"] == 2
+    assert main(["eval", "recall", *flags, "--depths", "0.5,deep"]) == 1
+    assert "--depths" in capsys.readouterr().err

@@ -1,0 +1,334 @@
+"""The Hopper scorer. Its arithmetic on bytes and its order of channels are redone here in numpy, instruction by
+instruction, against the formats' definitions; its schedule is walked; its machine code is read. What it computes is
+tested on a Hopper device, and skipped elsewhere."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.ops.indexer_cases import E2M1, bits, calc_diff, is_poison, logits_fp64, make_case, poisoned_output
+
+from tetrad.geometry import IndexDtype
+from tetrad.ops import indexer_logits, nvrtc, plan_indexer
+from tetrad.ops.backends import Problem, offers
+from tetrad.ops.indexer_logits import sm90
+from tetrad.ops.plan_indexer import sm90 as sm90_plan
+from tetrad.platforms import Platform
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+NO_HOPPER = "needs a Hopper GPU (compute capability 9.0) and cuda-core"
+on_hopper = pytest.mark.skipif(not HOPPER or nvrtc.unavailable() is not None, reason=NO_HOPPER)
+VARIANTS = [sm90.Variant(4, 16, False), sm90.Variant(3, 16, True)]
+
+
+# ---- arithmetic on bytes ------------------------------------------------------------------------------------------
+
+
+def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """The PRMT instruction: byte i of the result is byte (selector nibble i & 7) of b:a; bit 3 would replicate a sign."""
+    joined = (b.astype(np.uint64) << np.uint64(32)) | a.astype(np.uint64)
+    result = np.zeros(np.broadcast(joined, selector).shape, np.uint64)
+    for i in range(4):
+        nibble = (selector.astype(np.uint64) >> np.uint64(4 * i)) & np.uint64(15)
+        assert (nibble < 8).all()
+        result |= ((joined >> (nibble * np.uint64(8))) & np.uint64(0xFF)) << np.uint64(8 * i)
+    return result.astype(np.uint32)
+
+
+def convert(codes: np.ndarray, r: int) -> np.ndarray:
+    """uint32 [N] of eight codes each -> uint8 [N, 8], as the kernel's ``convert`` does it."""
+    low = np.array([(0x72706C00 - r * 0x04040400) & 0xFFFFFFFF], np.uint32)
+    high = np.array([(0x7A787674 - r * 0x04040404) & 0xFFFFFFFF], np.uint32)
+    magnitudes, shifted = codes & np.uint32(0x77777777), codes << np.uint32(4)
+    a, b = permute(low, high, magnitudes & np.uint32(0xFFFF)), permute(low, high, magnitudes >> np.uint32(16))
+    sign = np.uint32(0x80808080)
+    first = a | (permute(codes, shifted, np.array([0x1504], np.uint32)) & sign)
+    second = b | (permute(codes, shifted, np.array([0x3726], np.uint32)) & sign)
+    return np.stack((first, second), 1).view(np.uint8)
+
+
+def e5m2(byte: np.ndarray) -> np.ndarray:
+    return (byte.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float64)
+
+
+@pytest.mark.parametrize("r", range(27))
+def test_conversion_is_exact(r):
+    """Every code in every place of a word, at every distance from the largest scale: one wrong byte in a table, or a
+    sign in the wrong place, would be a wrong score for some keys only."""
+    codes = np.random.default_rng(r).integers(0, 2**32, 4096, dtype=np.uint32)
+    codes[:16] = np.arange(16, dtype=np.uint32) * np.uint32(0x11111111)
+    nibbles = (codes[:, None] >> (4 * np.arange(8, dtype=np.uint32))) & np.uint32(15)
+    expected = E2M1[nibbles] * 2.0 ** (13 - r)
+    got = e5m2(convert(codes, r))
+    assert np.array_equal(got, expected)
+    assert np.array_equal(np.signbit(got), np.signbit(expected))
+
+
+def test_conversion_ends_where_the_kernel_says():
+    """At a distance of 27 half of the smallest code would be lost: the kernel must not take this route there."""
+    assert re.search(r"WIDEST = 26;", sm90.source())
+    assert not np.array_equal(e5m2(convert(np.array([0x11111111], np.uint32), 27))[0], np.full(8, 0.5 * 2.0**-14))
+
+
+def halves(x: np.ndarray) -> np.ndarray:
+    return np.stack((x & np.uint32(0xFFFF), x >> np.uint32(16)), -1)
+
+
+def test_scales_of_two_keys_at_once():
+    """The largest of four bytes, the distances from it, the row scale and the three conditions of the exact path, for
+    two keys packed in one register: a carry from one into the other would spoil a key only beside certain others."""
+    generator = np.random.default_rng(0)
+    scales = generator.integers(0, 256, (200_000, 2, 4), dtype=np.uint8)
+    scales[100_000:] = np.clip(generator.integers(70, 185, (100_000, 2, 1)) + generator.integers(-30, 31, (100_000, 2, 4)),
+                               0, 255).astype(np.uint8)
+    x, y = (np.ascontiguousarray(scales[:, key]).view(np.uint32)[:, 0] for key in range(2))
+
+    def chosen(selector: int) -> np.ndarray:
+        return permute(x, y, np.array([selector], np.uint32))
+
+    most = halves(chosen(0x5410))
+    for selector in (0x4501, 0x7632, 0x6723):
+        most = np.maximum(most, halves(chosen(selector)))
+    most = most[:, 0] | most[:, 1] << np.uint32(16)
+    most = permute(most, np.zeros(1, np.uint32), np.array([0x4341], np.uint32))
+    largest = scales.max(2).astype(np.int64)
+    assert np.array_equal(halves(most), largest)
+    for t in range(4):
+        own = chosen(0x4400 + t * 0x1111) & np.uint32(0x00FF00FF)
+        assert np.array_equal(halves(own), scales[:, :, t])
+        r = most - own
+        assert np.array_equal(halves(r), largest - scales[:, :, t])
+        odd = (
+            (r + np.uint32((255 - 26) * 0x00010001))
+            | (most + np.uint32((255 - 173) * 0x00010001))
+            | (np.uint32((255 + 81) * 0x00010001) - most)
+        ) & np.uint32(0x01000100)
+        wide = (largest - scales[:, :, t] > 26) | (largest > 173) | (largest < 81)
+        assert np.array_equal(halves(odd) != 0, wide)
+    for key, selector in ((0, 0x4440), (1, 0x4442)):
+        byte = permute(most, np.zeros(1, np.uint32), np.array([selector], np.uint32))
+        scale = (byte * np.uint32(1 << 23) - np.uint32(13 << 23)).view(np.float32)
+        ordinary = (largest[:, key] >= 81) & (largest[:, key] <= 173)
+        assert np.array_equal(scale[ordinary], np.exp2(largest[ordinary, key] - 140.0).astype(np.float32))
+        # whatever its scale, an all-zero key must score zero: zero times this
+        assert np.isfinite(scale).all()
+
+
+def fragment_place(step: int, half: int, lane: int, byte: int) -> int:
+    """Where the first operand of m64k32 holds byte ``byte`` of a lane's register: PTX ISA, wgmma fragments for .e5m2."""
+    return step * 32 + half * 16 + (lane % 4) * 4 + byte
+
+
+@pytest.mark.parametrize("dtype", ["fp4", "fp8"])
+def test_keys_and_queries_are_multiplied_in_the_same_order(dtype):
+    """The product sums over places; channel d of a key must meet channel d of the query, each exactly once."""
+    met = {}
+    for lane in range(4):
+        for word in range(8):
+            for byte in range(4):
+                if dtype == "fp4":
+                    # word 2j and 2j + 1: low and high half of packed word j of group ``lane``
+                    channel = 32 * lane + 8 * (word // 2) + 4 * (word % 2) + byte
+                else:
+                    channel = 64 * (word // 4) + 16 * lane + 4 * (word % 4) + byte
+                # the key's word goes to register (step, half) = (word // 2, word % 2); the query's to the 16 bytes
+                # ``word`` of its row, at 4 * lane
+                assert fragment_place(word // 2, word % 2, lane, byte) == word * 16 + lane * 4 + byte
+                met[word * 16 + lane * 4 + byte] = channel
+    assert sorted(met) == sorted(met.values()) == list(range(128))
+
+
+def test_query_rows_are_stored_without_bank_conflicts_and_in_the_swizzle():
+    """128-byte swizzle: 16-byte piece c of row h lies at c ^ (h % 8). A warp stores 8 heads x 4 lanes at a time."""
+    for piece in range(8):
+        banks = Counter((head * 128 + ((piece ^ (head & 7)) << 4) + part * 4) // 4 % 32
+                        for head in range(8) for part in range(4))
+        assert set(banks.values()) == {1}
+
+
+# ---- machine code -------------------------------------------------------------------------------------------------
+
+
+def tool(name: str) -> str | None:
+    triton = pytest.importorskip("triton")
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return str(path) if path.exists() else shutil.which(name)
+
+
+def build(variant: sm90.Variant, dtype: IndexDtype, heads: int, folder: Path) -> tuple[str, str]:
+    """(SASS, resource usage) of a variant."""
+    cubin, defines = folder / "scorer.cubin", variant.defines(dtype, heads)
+    nvcc, cuobjdump, nvdisasm = shutil.which("nvcc"), tool("cuobjdump"), tool("nvdisasm")
+    if cuobjdump is None or nvdisasm is None:
+        pytest.skip("needs cuobjdump and nvdisasm")
+    if nvrtc.unavailable() is None:
+        cubin.write_bytes(nvrtc.compile_cubin(sm90.source(), "sm_90a", defines=defines))
+    elif nvcc is not None:
+        (folder / "scorer.cu").write_text(sm90.source())
+        flags = [f"-D{name}={value}" for name, value in defines]
+        subprocess.run([nvcc, "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", *flags,
+                        "-o", str(cubin), str(folder / "scorer.cu")], check=True, capture_output=True)
+    else:
+        pytest.skip("needs cuda-core or nvcc")
+    sass = subprocess.run([nvdisasm, "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
+    usage = subprocess.run([cuobjdump, "-res-usage", str(cubin)], check=True, capture_output=True, text=True)
+    return sass, usage.stdout + usage.stderr
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=["one", "pipelined"])
+@pytest.mark.parametrize(("dtype", "heads"), [("fp4", 64), ("fp4", 32), ("fp8", 64)])
+def test_machine_code(variant, dtype, heads, tmp_path):
+    """FP8 tensor cores, bulk copies, no local memory; and few enough registers for one block of all its warps."""
+    if dtype == "fp8":
+        variant = replace(variant, ring=8)
+    sass, usage = build(variant, IndexDtype(dtype), heads, tmp_path)
+    kind = "E5M2.E5M2" if dtype == "fp4" else "E4M3.E4M3"
+    assert f"QGMMA.64x{heads}x32.F32.{kind}" in sass
+    assert "UBLKCP" in sass
+    assert not re.search(r"\b(LDL|STL)\b", sass), "something was spilled"
+    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    warps = variant.threads // 32
+    assert (registers + 7) // 8 * 8 * 32 * warps <= 65536
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) == 0
+    assert variant.shared_bytes(IndexDtype(dtype), heads) <= 232_448
+
+
+# ---- who serves what ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "heads", "dim", "served"),
+    [
+        ("sm_90", "fp4", 64, 128, True),
+        ("sm_90", "fp8", 32, 128, True),
+        ("sm_90", "bf16", 64, 128, False),
+        ("sm_90", "fp4", 16, 128, False),
+        ("sm_90", "fp4", 64, 64, False),
+        ("sm_100", "fp4", 64, 128, False),
+        ("cpu", "fp4", 64, 128, False),
+    ],
+)
+def test_offers(arch, dtype, heads, dim, served, monkeypatch):
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    platform = Platform("cpu" if arch == "cpu" else "cuda", arch, "test")
+    offer = next(o for o in offers("indexer_logits", platform, Problem(dtype, dim, heads)) if o.name == "sm90")
+    assert offer.supported is served
+    assert offer.reason
+
+
+def test_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "cuda-core is not there")
+    for op in ("indexer_logits", "plan_indexer"):
+        given = offers(op, Platform("cuda", "sm_90", "test"), Problem("fp4", 128, 64))
+        assert next(o for o in given if o.name == "sm90").reason == "cuda-core is not there"
+
+
+# ---- on the device ------------------------------------------------------------------------------------------------
+
+RAGGED = [[257], [256], [255, 256], [65, 65, 65], [64], [63], [1], [0]]
+PREFILL = [[(position + 1) // 4 for position in range(1000, 1041)], list(range(3, 520, 47))]
+
+
+def device_scores(case, plan=None):
+    """(out, the allocation around it), both on the host."""
+    _, memory = poisoned_output(case.q.shape[0], case.width, 64)
+    memory = memory.cuda()
+    out = memory[64:-64].view(case.q.shape[0], case.width)
+    stride = case.cache.stride(0)
+    pages = torch.as_strided(case.cache, (case.cache.shape[0], stride), (stride, 1)).cuda()[:, : case.cache.shape[1]]
+    q, q_scale, weights, _, *rest = (None if x is None else x.cuda() for x in case.arguments)
+    indexer_logits(q, q_scale, weights, pages, *rest, width=case.width, plan=plan, out=out)
+    return out.cpu(), memory.cpu()
+
+
+def check_on_device(case):
+    out, memory = device_scores(case)
+    seen = torch.arange(case.width) < case.visible_end.unsqueeze(1)
+    for row, values in enumerate(logits_fp64(case)):
+        got = out[row, : len(values)].numpy()
+        assert np.array_equal(np.isnan(got), np.isnan(values)), f"row {row}"
+        size = np.abs(values)
+        normal = ~np.isnan(values) & (size < 2.0**127) & ((size > 2.0**-126) | (size == 0))
+        assert calc_diff(got[normal], values[normal]) < 5e-6, f"row {row}"
+    assert is_poison(out[~seen]).all()
+    assert is_poison(memory[:64]).all()
+    assert is_poison(memory[-64:]).all()
+
+
+@on_hopper
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("dtype", ["fp4", "fp8"])
+def test_equals_fp64_on_hopper(dtype, heads):
+    for ends in (RAGGED, PREFILL, PREFILL + RAGGED + PREFILL[1:], [[9000, 9001, 7]] + [[300]] * 5):
+        check_on_device(make_case(dtype, heads, 128, ends, padding=2))
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", ["fp4", "fp8"])
+@pytest.mark.parametrize("spread", [13, 14, 27, 46, 60, 127])
+def test_wide_spreads_on_hopper(dtype, spread):
+    """Groups too far apart for one FP8 row, and scales at the ends of fp32, take the exact path."""
+    check_on_device(make_case(dtype, 64, 128, [[300, 290], list(range(60, 75))], spread=spread, seed=spread))
+
+
+@on_hopper
+def test_nan_scales_on_hopper():
+    """A relu that turns NaN into zero would hide a broken key."""
+    case = make_case("fp4", 64, 128, [[300] * 3, [70]])
+    cache, weights, scale = case.cache.clone(), case.weights.clone(), case.q_scale.clone()
+    cache[int(case.block_tables[0, 2]), 4096 + 2 * 4] = 255
+    weights[0] = 0.0
+    check_on_device(replace(case, cache=cache, weights=weights))
+    scale[1, 2, 1] = 255
+    check_on_device(replace(case, q_scale=scale))
+
+
+@on_hopper
+def test_rows_do_not_depend_on_the_others_on_hopper():
+    """Alone, together, in another order, and twenty times: the same bits."""
+    case = make_case("fp4", 64, 128, RAGGED + PREFILL, padding=1)
+    expected, _ = device_scores(case)
+    for _ in range(19):
+        assert torch.equal(bits(device_scores(case)[0]), bits(expected))
+    order = list(range(case.q.shape[0] - 1, -1, -1))
+    assert torch.equal(bits(device_scores(case.rows(order))[0]), bits(expected[order]))
+    for row in (3, 12, 20, 40, 52):
+        assert torch.equal(bits(device_scores(case.rows([row]))[0][0]), bits(expected[row]))
+
+
+@on_hopper
+def test_schedule_covers_every_tile_once_on_hopper():
+    """A tile in no share is a hole in the scores; one in two shares is time."""
+    generator = torch.Generator().manual_seed(1)
+    for rows, requests, width in ((1, 1, 131_072), (64, 64, 32_768), (4096, 1, 16_384), (32_768, 9, 5000), (5, 5, 0)):
+        ends = torch.randint(0, width + 1, (rows,), generator=generator).int()
+        request = (torch.arange(rows) // -(-rows // requests)).int()
+        request[torch.rand(rows, generator=generator) < 0.05] = -1
+        plan = plan_indexer(request.cuda(), ends.cuda(), width=width)
+        assert plan.schedule is not None
+        shares = sm90_plan.shares(plan.buffer.device)
+        records = plan.schedule[: 2 * shares].view(shares, 8).tolist()
+        groups = plan.schedule[2 * shares :].tolist()
+        covered: Counter[tuple[int, int]] = Counter()
+        for first, tile, last, stop, *_ in records:
+            if (first, tile) == (last, stop):
+                continue
+            for group in range(first, last + (stop > 0)):
+                begin = tile if group == first else 0
+                end = stop if group == last else -(-groups[group][3] // 64)
+                row, count, owner, furthest = groups[group]
+                assert (request[row : row + count] == owner).all()
+                assert furthest == int(ends[row : row + count].max())
+                covered.update((r, t) for r in range(row, row + count) for t in range(begin, end))
+        assert set(covered.values()) <= {1}
+        for row in range(rows):
+            if request[row] >= 0:
+                assert all((row, tile) in covered for tile in range(-(-int(ends[row]) // 64)))
