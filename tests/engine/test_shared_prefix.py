@@ -73,7 +73,7 @@ def assert_everything_returned(built: LLMEngine) -> None:
 def test_prompts_with_a_common_beginning(folder, length):
     """Five questions about one document: the document is computed once, the tokens are those of each alone."""
     prefix = tokens(length, seed=length)
-    prompts = [prefix + [place] + tokens(3 + place, seed=place) for place in range(5)]
+    prompts = [[*prefix, place, *tokens(3 + place, seed=place)] for place in range(5)]
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=4, ignore_eos=True)
     alone = engine(folder)
     expected = []
