@@ -114,11 +114,13 @@ def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
 # ---- what the tokens are ----
 
 
-def test_greedy_decode_equals_recomputing_every_token_by_prefill(engine):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_decode_equals_recomputing_every_token_by_prefill(folder, dtype):
     """FP4 index, FP8 KV: every decode step's distribution, bit by bit, is that of one prefill of all before it.
 
     The prompt crosses a block of 256 tokens while it is decoded, and is long enough that the indexer has to choose.
     """
+    engine = small_engine(folder, dtype=dtype)
     prompt = random_ids(247, seed=1)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=5)
     engine.add_request(prompt, params)

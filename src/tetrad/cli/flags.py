@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         """Refuse a flag."""
         for name, command in self._commands().items():
             if flag in command._option_string_actions:
-                self.error(f"{flag} belongs behind the command: {self.prog} {name} {flag}")
+                self.error(f"{flag} belongs behind the command, as in {self.prog} {name} {flag}")
         known = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else "; --help lists the flags"

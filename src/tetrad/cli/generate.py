@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from tetrad.cli.flags import add_engine_flags, engine_args, json_object
-from tetrad.engine.llm_engine import LLMEngine, Prompt
+from tetrad.engine.llm_engine import LLMEngine
 from tetrad.engine.outputs import RequestOutput
 from tetrad.engine.sampling_params import SamplingParams
 from tetrad.errors import ConfigError, RequestError
@@ -63,7 +63,7 @@ class Item:
     """One prompt of the input: what to run, or why it cannot be."""
 
     name: str
-    prompt: Prompt | None = None
+    prompt: Any = None  # whatever the line holds; the engine checks it
     params: SamplingParams | None = None
     error: str | None = None
     output: RequestOutput | None = None
@@ -96,7 +96,7 @@ def _serve(engine: LLMEngine, items: list[Item]) -> None:
     """All prompts at once; one that is refused is noted, the others go on."""
     running: dict[str, Item] = {}
     for item in items:
-        if item.error is None and item.prompt is not None:
+        if item.error is None:
             try:
                 running[engine.add_request(item.prompt, item.params)] = item
             except RequestError as error:
@@ -201,7 +201,7 @@ def _destination(path: Path | None) -> Iterator[TextIO]:
         return
     in_place = path.exists() and not path.is_file()  # a pipe or a device cannot be replaced
     target = Path(os.path.realpath(path))
-    unfinished = target if in_place else target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    unfinished = path if in_place else target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         out = unfinished.open("w", encoding="utf-8")
     except OSError as error:
@@ -219,8 +219,8 @@ def _destination(path: Path | None) -> Iterator[TextIO]:
 
 def _print(out: TextIO, item: Item, *, as_json: bool, several: bool, has_text: bool) -> None:
     if as_json:
-        record = item.output.to_dict() if item.output else {}
-        record |= {"request_id": item.name, "error": item.error}
+        output = item.output or RequestOutput(item.name, None, [], [], finished=True)
+        record = output.to_dict() | {"request_id": item.name, "error": item.error}
         _print_line(out, json.dumps(record, ensure_ascii=codecs.lookup(out.encoding or "utf-8").name != "utf-8"))
         return
     if item.error is not None:

@@ -72,15 +72,16 @@ def describe(config: EngineConfig) -> dict[str, Any]:
 
 
 def _parameters(model: ModelConfig) -> dict[str, int]:
-    """Counts by where they sit; ``active`` is what one token passes through."""
+    """Counts by where they sit; ``active`` is what one token passes through: its experts, one row of the embedding."""
     counts: Counter[str] = Counter()
     for name, spec in expected_tensors(model).items():
         size = math.prod(spec.shape)
         counts["total"] += 0 if name.endswith("tid2eid") else size
         if ".experts." in name:
             counts["routed_experts"] += size
-    idle = 1 - model.num_experts_per_tok / model.n_routed_experts
-    counts["active"] = counts["total"] - round(counts["routed_experts"] * idle)
+    per_expert = counts["routed_experts"] // model.n_routed_experts
+    idle = per_expert * (model.n_routed_experts - model.num_experts_per_tok)
+    counts["active"] = counts["total"] - idle - (model.vocab_size - 1) * model.hidden_size
     return dict(counts)
 
 
@@ -88,11 +89,11 @@ def _caches(spec: CacheSpec, dtype: IndexDtype) -> dict[str, Any]:
     """Bytes for one index dtype, or why the model cannot have it."""
     try:
         spec = dataclasses.replace(spec, index_dtype=dtype)
-        per_token = spec.bytes_per_token
+        per_token, per_key = spec.bytes_per_token, spec.bytes_per_entry["index"]
     except ConfigError as error:
         return {"refused": str(error)}
     return {
-        "bytes_per_index_key": spec.bytes_per_entry["index"],
+        "bytes_per_index_key": per_key,
         "bytes_per_token": per_token | {"total": sum(per_token.values())},
         "block_bytes": spec.block_bytes,
     }

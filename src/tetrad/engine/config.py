@@ -181,7 +181,7 @@ def _check_types(args: EngineArgs) -> None:
         value, hint = getattr(args, field.name), hints[field.name]
         allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if not any(_is_of(value, kind) for kind in allowed):
-            raise ConfigError(f"{field.name} {value!r} is a {type(value).__name__}; give {field.type}")
+            raise ConfigError(f"{field.name} {value!r} is of type {type(value).__name__}; give {field.type}")
 
 
 def _is_of(value: Any, kind: Any) -> bool:

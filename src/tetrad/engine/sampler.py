@@ -11,6 +11,7 @@ import torch
 
 from tetrad.engine.outputs import Logprob
 from tetrad.engine.sampling_params import SamplingParams
+from tetrad.engine.token_counts import TokenCounts
 from tetrad.engine.tokenizer import Tokenizer
 
 # Rows are worked on by about this many logits at a time, to bound the memory of the fp64 copies (16 MiB each).
@@ -23,8 +24,8 @@ _NUCLEUS_GUESS = 1024
 class SamplingRow:
     """One row of logits: whose it is, and what came before.
 
-    Keep one object for a request while it lives, with the request's own lists: it remembers the prompt's distinct ids
-    for the repetition penalty.
+    Keep one object for a request while it lives, with the request's own lists: for the penalties it counts only the ids
+    that came since the last token, so that a long output costs no more per token than a short one.
 
     Attributes:
         params: checked parameters; their token ids are within the vocabulary.
@@ -39,7 +40,8 @@ class SamplingRow:
     output_token_ids: Sequence[int]
     seed: int
     output_index: int | None = None
-    _prompt_ids: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
+    _seen: TokenCounts | None = field(default=None, init=False, repr=False, compare=False)
+    _output: TokenCounts | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def index(self) -> int:
@@ -64,14 +66,16 @@ class SamplingRow:
         )
 
     def seen_ids(self) -> np.ndarray:
-        """The distinct ids of prompt and output, int64 and ascending."""
-        if self._prompt_ids is None:
-            self._prompt_ids = np.unique(np.asarray(self.prompt_token_ids, dtype=np.int64))
-        return np.union1d(self._prompt_ids, np.asarray(self.output_token_ids, dtype=np.int64))
+        """The distinct ids of prompt and output, int64; valid until the next call."""
+        if self._seen is None:
+            self._seen = TokenCounts(np.unique(np.asarray(self.prompt_token_ids, dtype=np.int64)).tolist())
+        return self._seen.of(self.output_token_ids)[0]
 
     def output_counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """The distinct ids of the output, ascending, and how often each occurs; int64."""
-        return np.unique(np.asarray(self.output_token_ids, dtype=np.int64), return_counts=True)
+        """The distinct ids of the output and how often each occurs, int64; valid until the next call."""
+        if self._output is None:
+            self._output = TokenCounts()
+        return self._output.of(self.output_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

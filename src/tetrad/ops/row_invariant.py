@@ -14,8 +14,10 @@ from torch import Tensor
 
 ROW_MULTIPLE = 8
 """fp32 matrix products on CPUs round alike for every row when the number of rows is a multiple of this. Nine rows
-already differ from eight where the kernel handles the ninth on its own. (The inner dimension must be a multiple of 4,
-which those of DeepSeek-V4 are: at 33 no number of rows is safe.)"""
+already differ from eight where the kernel handles the ninth on its own."""
+
+INNER_MULTIPLE = 4
+"""The inner dimension must be a multiple of this, as those of DeepSeek-V4 are: at 33 no number of rows is safe."""
 
 
 def pad_rows(x: Tensor) -> Tensor:
@@ -27,8 +29,14 @@ def pad_rows(x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, K] times weight [M, K], transposed: [N, M]. Rows are padded to a multiple of 8 for the product."""
-    return F.linear(pad_rows(x), weight)[: x.shape[0]]
+    """x [N, K] times weight [M, K], transposed: [N, M]. Rows are padded to a multiple of 8 for the product.
+
+    So is K, to a multiple of 4, which copies the weight: only unusual configurations need it.
+    """
+    rows = x.shape[0]
+    if missing := -x.shape[1] % INNER_MULTIPLE:
+        x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
+    return F.linear(pad_rows(x), weight)[:rows]
 
 
 def batched_product(a: Tensor, b: Tensor) -> Tensor:
