@@ -107,7 +107,7 @@ def test_choices_compute_their_prompt_once(folder, max_num_seqs):
 
 def test_too_few_blocks_for_stem_and_branches(folder):
     """A stem once held the blocks that its own branch waited for, and the engine stepped forever without a token."""
-    prompt = tokens(600, seed=2)
+    prompt = tokens(780, seed=2)
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=9, n=3, ignore_eos=True)
     built = engine(folder, num_gpu_blocks_override=4, max_model_len=1024)
     built.add_request(prompt, params)

@@ -46,9 +46,12 @@ class StepStager:
         self._logits_rows = _Buffer((max_num_seqs,), torch.int64, device)
         self._blocks = _Buffer((max_num_seqs, blocks), torch.int32, device)
         self._window_blocks = _Buffer((max_num_seqs, blocks), torch.int32, device)
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def stage(self, batch: Batch) -> StepInputs:
         """Write the batch into the buffers. The tensors returned are views of them, valid until the next call."""
+        if self._sent is not None:
+            self._sent.synchronize()  # the last step's copies may still read the host's buffers
         row, logits, segments, widest = 0, [], [], 1
         for request, item in enumerate(batch.scheduled):
             end = row + item.count
@@ -71,7 +74,7 @@ class StepStager:
         self._positions.host[row:rows] = 0
         self._request.host[row:rows] = -1
         self._logits_rows.host[: len(logits)] = logits
-        return StepInputs(
+        inputs = StepInputs(
             rows=row,
             input_ids=self._ids.send(rows),
             positions=self._positions.send(rows),
@@ -81,3 +84,6 @@ class StepStager:
             logits_rows=self._logits_rows.send(len(logits)),
             segments=tuple(segments),
         )
+        if self._sent is not None:
+            self._sent.record()
+        return inputs

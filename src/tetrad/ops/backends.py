@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 
 from tetrad.errors import ConfigError
+from tetrad.ops import nvrtc
 from tetrad.platforms import Offer, Platform, current_platform
 
 
@@ -55,14 +56,34 @@ def _serves_everything(platform: Platform, problem: Problem) -> tuple[bool, str]
     return True, "plain torch runs on every device"
 
 
+def _sm90_plan(platform: Platform, problem: Problem) -> tuple[bool, str]:
+    if platform.arch != "sm_90":
+        return False, f"written for sm_90, not for {platform.arch}"
+    missing = nvrtc.unavailable()
+    return missing is None, missing or "CUDA C++ for Hopper"
+
+
+def _sm90_scorer(platform: Platform, problem: Problem) -> tuple[bool, str]:
+    served = problem.dtype in ("fp4", "fp8") and problem.head_dim == 128 and problem.heads in (32, 64)
+    if platform.arch == "sm_90" and not served:
+        return False, (
+            f"serves fp4 and fp8 keys of 128 channels and 32 or 64 heads, not {problem.dtype} keys of "
+            f"{problem.head_dim} channels and {problem.heads} heads"
+        )
+    return _sm90_plan(platform, problem)
+
+
 def _reference(op: str) -> Backend:
     return Backend("reference", f"tetrad.ops.{op}.reference", _serves_everything)
 
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {
-    "indexer_logits": (_reference("indexer_logits"),),
+    "indexer_logits": (
+        Backend("sm90", "tetrad.ops.indexer_logits.sm90", _sm90_scorer),
+        _reference("indexer_logits"),
+    ),
     "topk_indices": (_reference("topk_indices"),),
-    "plan_indexer": (_reference("plan_indexer"),),
+    "plan_indexer": (Backend("sm90", "tetrad.ops.plan_indexer.sm90", _sm90_plan), _reference("plan_indexer")),
     "index_keys": (_reference("index_keys"),),
     "kv_entries": (_reference("kv_entries"),),
     "compress": (_reference("compress"),),

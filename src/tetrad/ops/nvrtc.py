@@ -6,10 +6,10 @@
     kernel.launch((blocks,), (256,), tensor, tensor.numel())
 
 ``cuda_kernel`` compiles on its first call and looks up afterwards. A launch goes to torch's current stream of the
-kernel's device, allocates nothing and waits for nothing, so it can be captured into a CUDA graph (after one call outside
-of it, which compiles). The source stands alone: kernels are ``extern "C"``, no header is included, a thread-block
-cluster is asked for with ``__cluster_dims__`` in the source. This module can be imported everywhere; only compiling
-needs the package and a device.
+kernel's device, allocates nothing and waits for nothing, so it can be captured into a CUDA graph (after one call
+outside of it, which compiles). The source stands alone: kernels are ``extern "C"``, no header is included, a
+thread-block cluster is asked for with ``__cluster_dims__`` in the source. This module can be imported everywhere; only
+compiling needs the package and a device.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CudaKernel:
 
         :param grid: blocks in x, y, z (missing ones are 1), also where the kernel has cluster dimensions
         :param block: threads in x, y, z
-        :param arguments: tensors go in as their address, ints as (u)int32 or (u)int64 as the kernel declares them, floats as
+        :param arguments: tensors go in as their address, ints as 32 or 64 bits as the kernel declares, floats as
             fp32
         """
         with torch.cuda.device(self.device):
@@ -72,7 +72,8 @@ class CudaKernel:
             key = (*grid, -1, *block)
             config = self._configs.get(key)
             if config is None:
-                config = self._core.LaunchConfig(grid=tuple(grid), block=tuple(block), shmem_size=self.shared_bytes)
+                sizes = {"grid": (*grid, 1, 1)[:3], "block": (*block, 1, 1)[:3]}
+                config = self._core.LaunchConfig(**sizes, shmem_size=self.shared_bytes)
                 self._configs[key] = config
             stream = _Stream(torch.cuda.current_stream(self.device).cuda_stream)
             self._core.launch(stream, config, self._kernel, *map(_argument, arguments))

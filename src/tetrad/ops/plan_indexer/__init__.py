@@ -28,7 +28,8 @@ def plan_indexer(
         duty: values are not looked at
     :param width: columns of the scores, a plain int
     :param out: a plan for the same sizes, or an int32 buffer [slots, 4] with slots >= R, to be filled at the same
-        address. None: a new buffer with max(512, R) slots
+        address. None: a new buffer with max(512, R) slots. Where the back end's scorer has a schedule of its own, only
+        an ``out`` that is a plan keeps that one's address too
     :returns: the plan; ``out`` itself if it was one
     :raises ValueError: for a wrong shape, stride, device or width, or an ``out`` of other sizes
     :raises TypeError: for a wrong type or dtype
@@ -39,13 +40,16 @@ def plan_indexer(
     check_whole("width", width, 0)
     if out is None:
         out = torch.empty((max(LEAST_SLOTS, rows), 4), dtype=torch.int32, device=device)
+    backend = backend_module("plan_indexer", device, Problem())
     if isinstance(out, IndexerPlan):
         out.check(rows, width)
         plan = out
     else:
-        plan = IndexerPlan(out, rows, width)
+        new_schedule = getattr(backend, "new_schedule", None)
+        plan = IndexerPlan(out, rows, width, schedule=new_schedule and new_schedule(rows, device))
     check_tensor("out", plan.buffer, torch.int32, (None, 4), "slots, 4", device, contiguous=True)
     if plan.slots < rows:
         raise ValueError(f"out must have a slot for every row, so at least {rows}; got {plan.slots}")
-    backend_module("plan_indexer", device, Problem()).plan_indexer(row_request, visible_end, plan.buffer, width=width)
+    own = {} if plan.schedule is None else {"schedule": plan.schedule}
+    backend.plan_indexer(row_request, visible_end, plan.buffer, width=width, **own)
     return plan

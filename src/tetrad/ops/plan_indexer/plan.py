@@ -20,12 +20,16 @@ class IndexerPlan:
     ``buffer`` is int32 [slots, 4], one work unit a slot: (row, first block, blocks, visible end), counted in blocks of
     ``block`` entries. An unused slot is (-1, 0, 0, 0). It keeps its address when the plan is made anew into it. A plan
     serves exactly ``rows`` rows of scores that are ``width`` wide.
+
+    ``schedule`` is what a back end adds for its own scorer, of fixed address too, or None: then that scorer plans for
+    itself. :mod:`tetrad.ops.plan_indexer.sm90` says what its holds.
     """
 
     buffer: Tensor
     rows: int
     width: int
     block: int = BLOCK
+    schedule: Tensor | None = None
 
     @property
     def slots(self) -> int:
