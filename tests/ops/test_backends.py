@@ -12,7 +12,7 @@ from tests.ops.indexer_cases import make_case
 import tetrad.ops
 from tetrad.errors import ConfigError
 from tetrad.ops import backends, indexer_logits
-from tetrad.ops.backends import BACKENDS, Backend, Problem, choose_backend, offers
+from tetrad.ops.backends import BACKENDS, UNPROVEN, Backend, Problem, choose_backend, offers
 from tetrad.platforms import Platform, current_platform
 
 CPU = current_platform("cpu")
@@ -104,3 +104,12 @@ def test_the_example_of_the_documentation_runs():
     assert best.shape == (1, 8)
     assert len(set(best[0].tolist())) == 8
     assert ((best >= 0) & (best < 100)).all()
+
+
+def test_what_no_device_has_run_is_not_chosen(monkeypatch):
+    """A kernel that had only been emulated was once the default on a GPU: users would have been the first to run it."""
+    monkeypatch.setattr("tetrad.ops.nvrtc.unavailable", lambda: None)
+    hopper = Platform("cuda", "sm_90", "test")
+    for op, name in UNPROVEN:
+        refused = {offer.name: offer.reason for offer in offers(op, hopper, FP4) if not offer.supported}
+        assert refused[name] == "no device has run its present form yet"

@@ -13,26 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.ops.emulator import emulated_plan, emulated_scores
+from tests.ops.emulator import emulated_scores
+from tests.ops.hopper import on_hopper
 from tests.ops.indexer_cases import E2M1, bits, calc_diff, is_poison, logits_fp64, make_case, poisoned_output
-from tests.ops.test_plan_indexer import enumerate_units
 
 from tetrad.geometry import IndexDtype
-from tetrad.ops import indexer_logits, nvrtc, plan_indexer
+from tetrad.ops import indexer_logits, nvrtc
 from tetrad.ops.backends import Problem, offers
 from tetrad.ops.indexer_logits import sm90
-from tetrad.ops.plan_indexer import sm90 as sm90_plan
 from tetrad.platforms import Platform
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-NO_HOPPER = "needs a Hopper GPU (compute capability 9.0) and cuda-core"
-VARIANTS = [sm90.Variant(4, 16, False), sm90.Variant(4, 16, True)]
-
-
-def on_hopper(test):
-    """Its twin in the emulator runs everywhere."""
-    missing = not HOPPER or nvrtc.unavailable() is not None
-    return pytest.mark.gpu(pytest.mark.skipif(missing, reason=NO_HOPPER)(test))
+VARIANTS = [sm90.Variant(4, 16, False), sm90.Variant(3, 16, True)]
+TRADING = sm90.Variant(4, 16, True)
 
 
 # ---- arithmetic on bytes ------------------------------------------------------------------------------------------
@@ -232,70 +224,6 @@ def test_pages_apart_and_rows_apart():
     assert is_poison(memory[:, case.width :]).all()
 
 
-SCHEDULES = [
-    (1, 1, 131_072, 512, 132),
-    (64, 64, 32_768, 512, 132),
-    (9, 9, 2560, 9, 3),
-    (700, 50, 40_000, 700, 132),
-    (600, 1, 3000, 600, 132),
-    (5, 5, 0, 512, 7),
-    (0, 1, 10, 3, 5),
-]
-
-
-@pytest.mark.parametrize("threads", [128, 1024])
-@pytest.mark.parametrize(("rows", "requests", "width", "slots", "shares"), SCHEDULES)
-def test_plan_and_schedule(threads, rows, requests, width, slots, shares):
-    """The plan is the reference's to the last integer. In the schedule a tile in no share would be a hole in the
-    scores, a tile in two shares is time, and a share much larger than the others is what all wait for."""
-    generator = torch.Generator().manual_seed(rows)
-    ends = torch.randint(0, width + 1, (rows,), generator=generator).int()
-    request = (torch.arange(rows) // max(1, -(-rows // requests))).int()
-    request[torch.rand(rows, generator=generator) < 0.05] = -1
-    buffer, schedule = emulated_plan(request, ends, width, slots, threads=threads, shares=shares)
-    assert buffer.tolist() == enumerate_units(request.tolist(), ends.tolist(), slots, width)
-    check_schedule(schedule, request, ends, shares)
-
-
-def check_schedule(schedule, request, ends, shares):
-    wanted = groups_of(request.tolist(), ends.tolist())
-    groups = schedule[2 * shares :].tolist()[: len(wanted)]
-    assert groups == wanted
-    tiles = [-(-group[3] // 64) for group in groups]
-    reached, costs = (0, 0), []
-    for begin, begin_tile, last, last_tile, *own in schedule[: 2 * shares].view(shares, 8).tolist():
-        if (begin, begin_tile) == (last, last_tile):
-            continue
-        assert own == groups[begin]
-        assert (begin, begin_tile) in (reached, (reached[0] - 1, tiles[reached[0] - 1]))
-        spans = [
-            (group, begin_tile if group == begin else 0, last_tile if group == last else tiles[group])
-            for group in range(begin, min(last + 1, len(groups)))
-        ]
-        assert all(0 <= first <= stop <= tiles[group] for group, first, stop in spans)
-        costs.append(sum((stop - first) * (3 + 2 * groups[group][1]) for group, first, stop in spans))
-        reached = (last, last_tile) if last == len(groups) or last_tile < tiles[last] else (last + 1, 0)
-    assert reached == (len(groups), 0)
-    assert sum(costs) == sum(count * (3 + 2 * group[1]) for count, group in zip(tiles, groups, strict=True))
-    if costs:
-        assert max(costs) <= sum(costs) / shares + 3 + 2 * 8
-
-
-def groups_of(request, ends):
-    """Up to eight adjacent rows of one request each, those that see anything."""
-    groups, row = [], 0
-    while row < len(request):
-        stop = row
-        while stop < len(request) and request[stop] == request[row]:
-            stop += 1
-        for first in range(row, stop, 8):
-            rows = min(8, stop - first)
-            if request[row] >= 0 and max(ends[first : first + rows]) > 0:
-                groups.append([first, rows, request[row], max(ends[first : first + rows])])
-        row = stop
-    return groups
-
-
 # ---- machine code -------------------------------------------------------------------------------------------------
 
 
@@ -337,7 +265,7 @@ def build(variant: sm90.Variant, dtype: IndexDtype, heads: int, folder: Path) ->
     return sass, usage.stdout + usage.stderr
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=["rows", "pairs"])
+@pytest.mark.parametrize("variant", [*VARIANTS, TRADING], ids=["rows", "pairs", "trading"])
 @pytest.mark.parametrize(("dtype", "heads"), [("fp4", 64), ("fp4", 32), ("fp8", 64)])
 def test_machine_code(variant, dtype, heads, tmp_path):
     """FP8 tensor cores with the keys from registers, bulk copies, and registers that add up: the consumers wait for
@@ -351,10 +279,16 @@ def test_machine_code(variant, dtype, heads, tmp_path):
     # one wait for four products: where registers run short the compiler waits after each
     assert sass.count("QGMMA") == 4 * sass.count("WARPGROUP.DEPBAR")
     registers = int(re.search(r"REG:(\d+)", usage)[1])
-    more, fewer = (int(re.search(rf"USETMAXREG\.{kind}[^;]*0x(\w+)", sass)[1], 16) for kind in ("TRY_ALLOC", "DEALLOC"))
-    assert variant.groups * more + fewer <= (variant.groups + 1) * registers <= 512
-    # a few bytes of the slow path, or of a lane's addresses, are all that does not fit
-    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 48
+    assert (variant.groups + 1) * registers <= 512
+    stack = int(re.search(r"STACK:(\d+)", usage)[1])
+    if variant == replace(TRADING, ring=variant.ring):
+        # a few bytes of the slow path, or of a lane's addresses, are all that does not fit
+        assert stack <= 48
+        more, fewer = (int(re.search(rf"MAXREG\.{word}[^;]*0x(\w+)", sass)[1], 16) for word in ("TRY_ALLOC", "DEALLOC"))
+        assert variant.groups * more + fewer <= (variant.groups + 1) * registers
+    else:
+        assert stack == 0
+        assert "MAXREG" not in sass
     assert variant.shared_bytes(IndexDtype(dtype), heads) <= 232_448
 
 
@@ -373,7 +307,7 @@ def test_machine_code(variant, dtype, heads, tmp_path):
         ("cpu", "fp4", 64, 128, False),
     ],
 )
-def test_offers(arch, dtype, heads, dim, served, monkeypatch):
+def test_offers(arch, dtype, heads, dim, served, monkeypatch, all_proven):
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     platform = Platform("cpu" if arch == "cpu" else "cuda", arch, "test")
     offer = next(o for o in offers("indexer_logits", platform, Problem(dtype, dim, heads)) if o.name == "sm90")
@@ -446,16 +380,3 @@ def test_rows_do_not_depend_on_the_others_on_hopper():
     assert torch.equal(bits(device_scores(case.rows(order))[0]), bits(expected[order]))
     for row in (3, 12, 20, 40, 52):
         assert torch.equal(bits(device_scores(case.rows([row]))[0][0]), bits(expected[row]))
-
-
-@on_hopper
-def test_schedule_covers_every_tile_once_on_hopper():
-    """A tile in no share is a hole in the scores; one in two shares is time."""
-    generator = torch.Generator().manual_seed(1)
-    for rows, requests, width in ((1, 1, 131_072), (64, 64, 32_768), (4096, 1, 16_384), (32_768, 9, 5000), (5, 5, 0)):
-        ends = torch.randint(0, width + 1, (rows,), generator=generator).int()
-        request = (torch.arange(rows) // -(-rows // requests)).int()
-        request[torch.rand(rows, generator=generator) < 0.05] = -1
-        plan = plan_indexer(request.cuda(), ends.cuda(), width=width)
-        assert plan.schedule is not None
-        check_schedule(plan.schedule.cpu(), request, ends, sm90_plan.shares(plan.buffer.device))
