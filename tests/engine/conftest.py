@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.small import write_config, write_tokenizer
+from tests.engine.small import small_engine, write_config, write_tokenizer
+from tetrad import LLMEngine
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +20,8 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_config(tmp_path_factory.mktemp("models") / "text")
     write_tokenizer(path)
     return path
+
+
+@pytest.fixture
+def text_engine(text_folder: Path) -> LLMEngine:
+    return small_engine(text_folder)

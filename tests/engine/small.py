@@ -15,6 +15,7 @@ from tests.tiny import tiny_config
 from tetrad import EngineArgs, LLMEngine
 from tetrad.engine.batch import Batch
 from tetrad.engine.outputs import RequestOutput
+from tetrad.engine.sampling_params import SamplingParams
 from tetrad.models.config import ModelConfig
 
 VOCABULARY = 320
@@ -140,3 +141,11 @@ def script(engine: LLMEngine, tokens: Mapping[str, Sequence[int]], likely: float
         return logits
 
     engine.runner.execute = execute  # type: ignore[method-assign]
+
+
+def greedy(**changes) -> SamplingParams:
+    """Greedy decoding of up to 8 tokens, changed as told."""
+    return SamplingParams(**({"temperature": 0, "max_tokens": 8} | changes))
+
+
+ABC = bytes_of("abcdefghij")

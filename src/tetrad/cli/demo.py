@@ -25,7 +25,7 @@ from tetrad.eval.documents import STOP, Document, Question, make_document
 from tetrad.geometry import CSA_RATIO, IndexDtype, IndexLayout
 
 _SPANS = 6
-_FACT_BYTES = 36
+_FACT_BYTES = 28
 """About the length of a fact's sentence."""
 
 
