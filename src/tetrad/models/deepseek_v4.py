@@ -6,6 +6,7 @@ Module and parameter names are those of the released checkpoints, so a tensor's 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tetrad.cache.kv_cache import KVCaches, LayerCache
@@ -72,7 +73,9 @@ class Layer(nn.Module):
 
         weights = self._mix(streams, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base)
         x = rms_norm(collapse(streams, weights.pre), self.ffn_norm.weight, eps)
-        return expand(streams, self.ffn(x, metadata.inputs.input_ids), weights)
+        rows = metadata.inputs.rows  # padding rows would only call experts that nobody needs
+        output = self.ffn(x[:rows], metadata.inputs.input_ids[:rows])
+        return expand(streams, F.pad(output, (0, 0, 0, x.shape[0] - rows)), weights)
 
 
 class Embedding(nn.Module):

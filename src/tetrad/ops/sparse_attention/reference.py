@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tetrad.ops.sparse_attention import KeySegment
 
 _CHUNK_BYTES = 64 << 20
-"""Bytes of gathered keys and scores that one chunk of rows may need on a CPU."""
+"""Bytes of gathered keys, scores, queries and sums that one chunk of rows may need on a CPU."""
 
 
 def sparse_attention(
@@ -29,7 +29,7 @@ def sparse_attention(
     """
     rows, heads, dim = q.shape
     widest = max((segment.block for segment in segments), default=1)
-    chunk = max(8, temporary_bytes(q.device, _CHUNK_BYTES) // (4 * widest * (dim + 3 * heads)))
+    chunk = max(8, temporary_bytes(q.device, _CHUNK_BYTES) // (4 * (widest * (dim + 3 * heads) + 3 * heads * dim)))
     parts = [
         _attend(q[i : i + chunk], sinks, segments, row_request[i : i + chunk], slice(i, i + chunk), scale)
         for i in range(0, rows, chunk)
