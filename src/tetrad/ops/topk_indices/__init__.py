@@ -15,10 +15,10 @@ def topk_indices(logits: Tensor, visible_end: Tensor, k: int, *, out: Tensor | N
     """The columns of the k largest of ``logits[r, :visible_end[r]]``: int32 [R, k].
 
     The first min(visible_end, k) places of a row hold columns, in an order that depends only on the row's visible
-    values and k; the others hold -1. (Every back end here gives ascending columns:
-    then attention sums the same keys in the same order as a row that sees no more than k, for which nothing is scored.) Values are
-    compared as real numbers, so -0.0 equals +0.0; -inf is an ordinary value; NaN ranks below -inf and one NaN equals
-    another. Equal values go to the lowest columns. Columns from ``visible_end`` on may hold anything.
+    values and k; the others hold -1. (Every back end here gives ascending columns. Then attention sums the same keys in
+    the same order as for a row that sees no more than k, for which nothing is scored.) Values are compared as real
+    numbers, so -0.0 equals +0.0; -inf is an ordinary value; NaN ranks below -inf and one NaN equals another. Equal
+    values go to the lowest columns. Columns from ``visible_end`` on may hold anything.
 
     :param logits: fp32 [R, width], adjacent columns
     :param visible_end: int32 [R], at most ``width`` (the caller's duty: values are not looked at)
