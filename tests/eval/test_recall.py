@@ -17,6 +17,8 @@ from tetrad.eval.documents import STOP, make_document
 from tetrad.eval.recall import Answer, RecallResult, RecallSettings, Variant, _share, document_of, run_recall
 from tetrad.eval.statistics import interval_of_mean
 
+SMALL = {"model": bundled.NAME, "device": "cpu", "max_model_len": 2048, "max_num_seqs": 2}
+
 
 @pytest.fixture(scope="module")
 def measured() -> RecallResult:
@@ -169,3 +171,26 @@ def test_command(capsys):
     assert json.loads(capsys.readouterr().out)["cells"][0]["questions"] == 2
     assert main(["eval", "recall", *flags, "--depths", "0.5,deep"]) == 1
     assert "--depths" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_the_answers(monkeypatch, capsys):
+    """A measurement of an hour once printed nothing when its time was up."""
+    asked = 0
+
+    def ask(engine, variant, cells, settings, exact):
+        nonlocal asked
+        for number in range(2):
+            asked += 1
+            if asked == 4:
+                raise KeyboardInterrupt
+            yield Answer(variant.name, 1024, 0.5, 0, number, "single", "a", "a", None)
+
+    monkeypatch.setattr("tetrad.eval.recall._ask", ask)
+    monkeypatch.setattr("tetrad.eval.recall._engine", lambda args, settings, variant: LLM(**SMALL).engine)
+    flags = ["--device", "cpu", "--lengths", "1K", "--depths", "0.5", "--questions", "2", "--variants", "bf16,fp4"]
+    assert main(["eval", "recall", *flags, "--json"]) == 130
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["interrupted"]
+    assert [(cell["variant"], cell["questions"]) for cell in document["cells"]] == [("bf16", 2), ("fp4", 1)]
+    assert "3 answers" in captured.err

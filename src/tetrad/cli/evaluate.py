@@ -69,4 +69,7 @@ def run_recall_command(parser: argparse.ArgumentParser, parsed: argparse.Namespa
     if parsed.png:
         report.picture(result, parsed.png)
         print(f"wrote {parsed.png}", file=sys.stderr)
+    if result.interrupted:
+        print(f"tetrad: interrupted after {len(result.answers)} answers; these are what there is", file=sys.stderr)
+        return 130
     return 0

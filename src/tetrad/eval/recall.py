@@ -93,16 +93,19 @@ class Answer:
 
 @dataclass(slots=True)
 class RecallResult:
-    """All answers, and what they were measured on."""
+    """All answers, and what they were measured on. An interrupted measurement keeps the answers that it has."""
 
     settings: RecallSettings
-    index_topk: int
-    device: str
+    index_topk: int = 0
+    device: str = ""
     answers: list[Answer] = field(default_factory=list)
+    interrupted: bool = False
 
 
 def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: bool = False) -> RecallResult:
     """Ask every question under every variant: the same documents and questions for all.
+
+    An interrupt (Ctrl-C) ends the measurement with the answers so far, if there are any.
 
     args: the engine's options; index dtype, rotation, top-k and lengths are set here. The baseline runs first where it
     is among the variants, so that the others can be compared with what it chose.
@@ -118,19 +121,23 @@ def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: bool = F
         for number in range(settings.documents)
     ]
     exact: dict[tuple[int, float, int, int], dict[int, Tensor]] = {}
-    result: RecallResult | None = None
+    result = RecallResult(settings)
     with tqdm(total=len(variants) * len(cells) * settings.questions, unit="question", disable=not progress) as bar:
-        for variant in variants:
-            engine = _engine(args, settings, variant)
-            if result is None:
-                result = RecallResult(settings, engine.config.model.index_topk, _device_name(engine.config.device))
-            for batch in _batches(cells, settings.questions, engine.config.max_num_seqs):
-                bar.set_description(f"{variant.name} at {batch[0][0]}")
-                for answer in _ask(engine, variant, batch, settings, exact):
-                    result.answers.append(answer)
-                    bar.update()
-            del engine
-    assert result is not None
+        try:
+            for variant in variants:
+                engine = _engine(args, settings, variant)
+                result.index_topk = result.index_topk or engine.config.model.index_topk
+                result.device = _device_name(engine.config.device)
+                for batch in _batches(cells, settings.questions, engine.config.max_num_seqs):
+                    bar.set_description(f"{variant.name} at {batch[0][0]}")
+                    for answer in _ask(engine, variant, batch, settings, exact):
+                        result.answers.append(answer)
+                        bar.update()
+                del engine
+        except KeyboardInterrupt:
+            if not result.answers:
+                raise
+            result.interrupted = True
     return result
 
 

@@ -49,8 +49,9 @@ def _cell(result: RecallResult, variant: str, length: int) -> Cell:
     mine = {_place(a): a for a in result.answers if a.variant == variant and a.length == length}
     base = {_place(a): a for a in result.answers if a.variant == BASELINE and a.length == length}
     difference = low = high = None
-    if variant != BASELINE and base:
-        pairs = np.array([float(mine[place].right) - float(base[place].right) for place in sorted(mine)])
+    both = sorted(mine.keys() & base.keys())
+    if variant != BASELINE and both:
+        pairs = np.array([float(mine[place].right) - float(base[place].right) for place in both])
         difference = float(pairs.mean())
         low, high = interval_of_mean(pairs)
     found = [answer.found for answer in mine.values() if answer.found is not None]
@@ -100,6 +101,7 @@ def to_dict(result: RecallResult, *, answers: bool = False) -> dict[str, Any]:
         "settings": settings,
         "index_topk": result.index_topk,
         "device": result.device,
+        "interrupted": result.interrupted,
         "cells": [dataclasses.asdict(cell) for cell in cells(result)],
     }
     if answers:
