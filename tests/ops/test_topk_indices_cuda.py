@@ -1,8 +1,7 @@
-"""The CUDA C++ top-k: its shapes, its logic on a CPU, and its results where a device is."""
+"""The CUDA C++ top-k: its layouts, its logic on a CPU, and its results where a device is."""
 
 from __future__ import annotations
 
-import re
 import shutil
 from importlib import import_module
 
@@ -18,65 +17,54 @@ cuda = import_module("tetrad.ops.topk_indices.cuda")
 PROBLEMS = [
     (rows, width, k)
     for rows in (1, 64, 4096)
-    for width in (100, 8192, 8193, 16384, 32768, 131072, 1 << 20)
+    for width in (100, 8192, 8193, 16384, 32768, 65537, 131072, 262144, 1 << 20)
     for k in (1, 512, 513, 1024, 2048, 5000)
 ]
-SHAPES = sorted({cuda.shape_for(*problem) for problem in PROBLEMS}, key=repr)
+LAYOUTS = sorted({cuda.layout_for(*problem) for problem in PROBLEMS}, key=repr)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_rows_fit_their_shape(problem):
-    """A row longer than its thread block's shared memory would be cut off there; a pool smaller than 2 k would send
-    ordinary rows the slow way, and so would a k larger than the sets of groups allow."""
+def test_rows_fit_their_layout(problem):
+    """A row longer than its threads hold would be cut off there; a pool that is too small, or too few groups, would
+    send ordinary rows the slow way."""
     _, width, k = problem
-    shape = cuda.shape_for(*problem)
-    if shape.cluster == 1:
-        assert width <= 4 * shape.threads * shape.blocks
-    elif k <= 2048:
-        assert shape.capacity >= 2 * k
-    assert k > 2048 or k <= 16 * shape.cluster * shape.groups * shape.threads // 32
-    assert 1024 % shape.threads == 0
-    assert shape.blocks <= 8
-    assert shape.resident * shape.threads <= 2048
-    assert shape.resident * (shape.shared_bytes + 1024) <= 228 * 1024
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shared_bytes_hold_the_struct(shape):
-    """Too few would let the kernel write into its neighbour's shared memory. The struct's size, added up from its
-    own text."""
-    macros = {
-        "CHUNK": 4 * shape.threads * shape.blocks,
-        "CAPACITY": getattr(shape, "capacity", 0),
-        "BLOCKS": shape.blocks,
-        **{name: int(value) for name, value in re.findall(r"#define (BINS|LIST) (\d+)", shape.source)},
-    }
-    text = re.search(r"struct alignas\(16\) Shared \{(.*?)\n\};", shape.source, re.DOTALL).group(1)
-    sizes = {"float": 4, "u32": 4, "u64": 8}
-    end = 0
-    members = re.findall(r"(float|u32|u64) \w+(?:\[([\w /]+)\])?;", text)
-    for kind, count in members:
-        size = sizes[kind]
-        end = (end + size - 1) // size * size
-        end += size * (int(eval(count, {}, macros)) if count else 1)
-    assert text.count(";") == len(members)
-    assert (end + 15) // 16 * 16 <= shape.shared_bytes
+    layout = cuda.layout_for(*problem)
+    assert width <= layout.columns * (layout.tiles if layout.tiled else 1)
+    if k <= 2048:
+        sample = layout.threads * min(layout.groups, 4 * layout.blocks // layout.step) * layout.cluster
+        assert 2 * k <= sample
+        assert 2 * k <= layout.capacity * layout.cluster
+    assert layout.groups <= 4 * layout.blocks // layout.step
+    assert layout.blocks in (2, 4, 8, 16)
+    assert layout.step in (1, 2)
+    assert layout.threads % 32 == 0
+    assert 64 <= layout.threads <= 1024
+    assert 4 * layout.threads * layout.blocks <= 32768, "counts of a tile have 16 bits"
+    assert not (layout.early and (layout.tiled or layout.cluster > 1))
+    assert not (layout.tiled and (layout.stage or layout.step > 1))
+    assert layout.resident * layout.threads <= 2048
+    assert layout.resident * (layout.shared_bytes + 1024) <= 228 * 1024
 
 
 EMULATED = [
-    (cuda.RowShape(64, 2, 1, 1), [(512, 64), (509, 7)]),
-    (cuda.RowShape(128, 4, 4, 1), [(2047, 256), (700, 90)]),
-    (cuda.ClusterShape(64, 2, 1, 1, cluster=2, capacity=128), [(1024, 64), (3001, 33)]),
+    (cuda.Layout(64, 2, 2, 1, 256, early=True), [(509, 7), (512, 64)]),
+    (cuda.Layout(128, 8, 4, 2, 512, stage=True, early=True), [(4096, 300), (2047, 90)]),
+    (cuda.Layout(64, 8, 8, 1, 256, stage=True), [(2048, 128)]),
+    (cuda.Layout(64, 16, 2, 2, 512, stage=True, early=True), [(4096, 64), (2051, 70)]),
+    (cuda.Layout(64, 4, 2, 2, 128, stage=True, cluster=2), [(2048, 64), (1021, 33)]),
+    (cuda.Layout(64, 2, 1, 1, 128, cluster=2, tiled=True, tiles=3), [(2999, 33), (4001, 100)]),
 ]
+"""(layout, (width, k)) with pools that some of the rows overflow; the last one is longer than its map."""
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize(("shape", "problems"), EMULATED, ids=str)
-def test_the_sources_logic(shape, problems, tmp_path):
-    """Small thread blocks with the whole of the source, so that every way through it is taken: ties beyond what the
-    fast way takes, NaN among the best, rows of any end and alignment, rows longer than shared memory."""
-    kernel = EmulatedKernel(shape, tmp_path, most=300)
-    generator = torch.Generator().manual_seed(shape.threads)
+@pytest.mark.parametrize(("layout", "problems"), EMULATED, ids=str)
+def test_the_sources_logic(layout, problems, tmp_path):
+    """Small thread blocks with the whole of the source, so that every way through it is taken: ties beyond what a pool
+    holds, NaN among the best, rows of any end and alignment, several rows for one team."""
+    kernel = EmulatedKernel(layout, tmp_path)
+    generator = torch.Generator().manual_seed(layout.threads)
+    seed = 0
     for width, k in problems:
         rows = hard_rows(width, k, generator)
         ends = torch.randint(0, width + 1, (rows.shape[0],), generator=generator, dtype=torch.int32)
@@ -89,7 +77,8 @@ def test_the_sources_logic(shape, problems, tmp_path):
                 out = torch.full((rows.shape[0], k + 3), -12345, dtype=torch.int32)
                 for index, end in enumerate(case.tolist()):
                     logits[index, :end] = rows[index, :end]
-                kernel.topk_indices(logits, case, k, out)
+                seed += 1
+                kernel.topk_indices(logits, case, k, out, teams=1 + seed % 3, seed=seed)
                 assert (out[:, k:] == -12345).all()
                 for index, end in enumerate(case.tolist()):
                     got = out[index, :k].tolist()
@@ -97,10 +86,10 @@ def test_the_sources_logic(shape, problems, tmp_path):
 
 
 @pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
-@pytest.mark.parametrize("shape", SHAPES[::4], ids=str)
-def test_compiles_without_a_device(shape):
+@pytest.mark.parametrize("layout", LAYOUTS[::4], ids=str)
+def test_compiles_without_a_device(layout):
     try:
-        code = nvrtc.compile_cubin(shape.source, "sm_90a", defines=cuda.macros(shape))
+        code = nvrtc.compile_cubin(cuda.source(), "sm_90a", defines=cuda.macros(layout))
     except Exception as error:
         if "libnvrtc" in str(error):
             pytest.skip("the NVRTC library is not installed")
@@ -125,7 +114,8 @@ needs_hopper = pytest.mark.skipif(
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize(
-    ("width", "k"), [(8192, 512), (16384, 600), (16385, 512), (32768, 2048), (131073, 512), (300001, 9)]
+    ("width", "k"),
+    [(8192, 512), (16384, 600), (16385, 512), (32768, 2048), (70000, 100), (131073, 512), (300001, 9), (100, 7)],
 )
 def test_equals_the_reference(width, k):
     reference = import_module("tetrad.ops.topk_indices.reference")

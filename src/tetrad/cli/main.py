@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tetrad import __version__
-from tetrad.cli import demo, evaluate, generate, inspect
+from tetrad.cli import bench, demo, evaluate, generate, inspect
 from tetrad.cli.flags import Parser
 from tetrad.errors import TetradError
 
@@ -21,7 +21,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="tetrad", description="DeepSeek-V4 inference with a 4-bit lightning-indexer key cache.")
     parser.add_argument("--version", action="version", version=f"tetrad {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for module in (generate, inspect, evaluate, demo):
+    for module in (generate, inspect, evaluate, bench, demo):
         module.add_command(commands)
     return parser
 

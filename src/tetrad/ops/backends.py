@@ -7,9 +7,11 @@ is remembered: an engine makes it once, with :func:`choose_backend`, and calling
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -83,6 +85,27 @@ def _triton_topk(platform: Platform, problem: Problem) -> tuple[bool, str]:
     return True, "portable Triton"
 
 
+def _triton_scorer(platform: Platform, problem: Problem) -> tuple[bool, str]:
+    if platform.device_type != "cuda":
+        return False, f"Triton compiles for GPUs, not for {platform.arch}"
+    if platform.arch.startswith("sm_") and int(platform.arch[3:]) < 80:
+        return False, f"{platform.arch} has no matrix units for bf16"
+    least = 32 if problem.dtype in ("fp4", "fp8") else 16
+    if not least <= problem.head_dim <= 256 or problem.head_dim & (problem.head_dim - 1):
+        return False, f"serves {least} to 256 channels of {problem.dtype}, a power of two, not {problem.head_dim}"
+    return True, "portable Triton"
+
+
+def _triton_keys(platform: Platform, problem: Problem) -> tuple[bool, str]:
+    if platform.device_type != "cuda":
+        return False, f"Triton compiles for GPUs, not for {platform.arch}"
+    if platform.arch.startswith("sm_") and int(platform.arch[3:]) < 80:
+        return False, f"{platform.arch} has no conversion to bf16"
+    if not 32 <= problem.head_dim <= 512 or problem.head_dim & (problem.head_dim - 1):
+        return False, f"serves 32 to 512 channels, a power of two, not {problem.head_dim}"
+    return True, "portable Triton"
+
+
 def _reference(op: str) -> Backend:
     return Backend("reference", f"tetrad.ops.{op}.reference", _serves_everything)
 
@@ -90,6 +113,7 @@ def _reference(op: str) -> Backend:
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "indexer_logits": (
         Backend("sm90", "tetrad.ops.indexer_logits.sm90", _sm90_scorer),
+        Backend("triton", "tetrad.ops.indexer_logits.triton", _triton_scorer),
         _reference("indexer_logits"),
     ),
     "topk_indices": (
@@ -98,7 +122,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         _reference("topk_indices"),
     ),
     "plan_indexer": (Backend("sm90", "tetrad.ops.plan_indexer.sm90", _sm90_plan), _reference("plan_indexer")),
-    "index_keys": (_reference("index_keys"),),
+    "index_keys": (Backend("triton", "tetrad.ops.index_keys.triton", _triton_keys), _reference("index_keys")),
     "kv_entries": (_reference("kv_entries"),),
     "compress": (_reference("compress"),),
     "sparse_attention": (_reference("sparse_attention"),),
@@ -106,7 +130,9 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
 """The back ends of every op, the preferred one first. The last one serves everything."""
 
 UNPROVEN: frozenset[tuple[str, str]] = frozenset(
-    {("indexer_logits", "sm90"), ("plan_indexer", "sm90"), ("topk_indices", "cuda"), ("topk_indices", "triton")}
+    {
+        ("index_keys", "triton"),
+    }
 )
 """(op, back end) whose present form no device has run. They are tested in emulation, offer themselves with that reason,
 and are not chosen; the tests marked ``gpu`` choose them on a device, and whoever has seen those pass takes them out."""
@@ -142,10 +168,66 @@ def choose_backend(op: str, platform: Platform, problem: Problem) -> Choice:
     raise ConfigError(f"no back end computes {op} for {problem} on {platform.arch} ({reasons})")
 
 
+def named_backend(op: str, name: str, platform: Platform, problem: Problem) -> Choice:
+    """The back end of ``op`` that is called ``name``, also one of ``UNPROVEN``; for comparisons, which must check it.
+
+    :raises ConfigError: if there is no such op or back end, or it does not support the problem on the platform
+    """
+    backends = {backend.name: backend for backend in _backends(op)}
+    if name not in backends:
+        raise ConfigError(f"{op} has no back end {name!r}; it has {', '.join(backends)}")
+    supported, reason = backends[name].supports(platform, problem)
+    if not supported:
+        raise ConfigError(f"the back end {name} does not compute {op} here: {reason}")
+    return Choice(op, name, importlib.import_module(backends[name].module), reason, ())
+
+
+@contextlib.contextmanager
+def forced_backends(names: Mapping[str, str]) -> Iterator[None]:
+    """Inside, calls of the ops go to the back ends that ``names`` gives by op; see :func:`named_backend`.
+
+    It holds for this thread (or asynchronous task) alone, so an engine beside it is not touched, nor is what
+    :func:`choose_backend` says. An op that is not named goes where it always goes. A back end that does not support a
+    call makes it a ``ConfigError``.
+
+    :raises ConfigError: if there is no such op or back end
+    """
+    for op, name in names.items():
+        if name not in (known := [backend.name for backend in _backends(op)]):
+            raise ConfigError(f"{op} has no back end {name!r}; it has {', '.join(known)}")
+    token = _forced.set(tuple(sorted(names.items())))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+_forced: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("forced back ends", default=())
+
+
 @functools.cache
-def backend_module(op: str, device: torch.device, problem: Problem) -> ModuleType:
-    """The module that a call of ``op`` on ``device`` goes to; a look-up in a table after the first call."""
+def _module(op: str, device: torch.device, problem: Problem, forced: tuple[tuple[str, str], ...]) -> ModuleType:
+    name = dict(forced).get(op)
+    if name is not None:
+        return named_backend(op, name, current_platform(device), problem).module
     return choose_backend(op, current_platform(device), problem).module
+
+
+class _ModuleLookup:
+    """``backend_module(op, device, problem)``: the module that a call of ``op`` on ``device`` goes to.
+
+    A look-up in a table after the first call. The key holds what :func:`forced_backends` forces.
+    """
+
+    def __call__(self, op: str, device: torch.device, problem: Problem) -> ModuleType:
+        return _module(op, device, problem, _forced.get())
+
+    def cache_clear(self) -> None:
+        """Forget every choice, as ``choose_backend.cache_clear`` does."""
+        _module.cache_clear()
+
+
+backend_module = _ModuleLookup()
 
 
 def _backends(op: str) -> tuple[Backend, ...]:

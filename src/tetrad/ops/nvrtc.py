@@ -58,6 +58,8 @@ class CudaKernel:
         self.device = device
         self.shared_bytes = shared_bytes
         self._configs: dict[tuple, Any] = {}
+        # torch's streams live as long as the process, and cuda-core does not own what it wraps
+        self._streams: dict[int, Any] = {}
 
     def launch(self, grid: Sequence[int], block: Sequence[int], *arguments: Tensor | int | float) -> None:
         """Start the kernel on torch's current stream of its device.
@@ -75,8 +77,14 @@ class CudaKernel:
                 sizes = {"grid": (*grid, 1, 1)[:3], "block": (*block, 1, 1)[:3]}
                 config = self._core.LaunchConfig(**sizes, shmem_size=self.shared_bytes)
                 self._configs[key] = config
-            stream = _Stream(torch.cuda.current_stream(self.device).cuda_stream)
+            stream = self._stream(torch.cuda.current_stream(self.device).cuda_stream)
             self._core.launch(stream, config, self._kernel, *map(_argument, arguments))
+
+    def _stream(self, handle: int) -> Any:
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = self._core.Stream.from_handle(handle)
+        return stream
 
 
 @functools.cache
@@ -126,7 +134,12 @@ def _compile(source: str, architecture: str, defines: tuple, max_registers: int 
     core = _cuda_core()
     macros = [(name, str(value)) for name, value in defines]
     options = core.ProgramOptions(
-        arch=architecture, std="c++17", define_macro=macros or None, max_register_count=max_registers
+        arch=architecture,
+        std="c++17",
+        define_macro=macros or None,
+        max_register_count=max_registers,
+        # lambdas have no word for where they run, and NVRTC before 13.5 asks for one of generic lambdas
+        device_as_default_execution_space=True,
     )
     return core.Program(source, "c++", options).compile("cubin")
 
@@ -164,18 +177,6 @@ def _allow_shared(kernel: Any, index: int, shared_bytes: int) -> None:
         (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, driver.CUkernel(int(handle)), device)
     if int(error):
         raise RuntimeError(f"the driver refused {shared_bytes} bytes of shared memory: {error}")
-
-
-class _Stream:
-    """A stream's handle, as cuda-core takes streams of other libraries."""
-
-    __slots__ = ("handle_value",)
-
-    def __init__(self, handle_value: int) -> None:
-        self.handle_value = handle_value
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle_value
 
 
 def _argument(value: Tensor | int | float) -> Any:

@@ -153,4 +153,10 @@ inline int __reduce_max_sync(unsigned, int x) {
     for (int i = 0; i < 32; ++i) most = max(most, emulator::value<int>(all[i]));
     return most;
 }
+inline int __reduce_min_sync(unsigned, int x) {
+    const uint64_t* all = emulator::together(emulator::bits(x));
+    int least = x;
+    for (int i = 0; i < 32; ++i) least = min(least, emulator::value<int>(all[i]));
+    return least;
+}
 inline unsigned atomicOr(unsigned* at, unsigned x) { unsigned old = *at; *at |= x; return old; }

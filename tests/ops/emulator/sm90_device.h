@@ -119,4 +119,4 @@ inline void multiply(float (&d)[N], const u32 (&a)[16], u32 query) {
 }
 
 template <int N>
-inline void wait_for_product(float (&)[N]) { emulator::together(0); }
+inline void wait_for_product(float (&)[N], const u32 (&)[16]) { emulator::together(0); }

@@ -29,27 +29,43 @@ from tetrad.ops.plan_indexer.sm90 import GROUP_ROWS, new_schedule, shares
 HEAD_DIM = 128
 HEADS = (32, 64)
 
+FETCHERS = 2
+"""Warps that fetch pages."""
+
 _FLAG_BYTES = 4096 + 8
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a thread block is laid out: consumer warpgroups, pages in flight, and whether two query rows go through the
-    tensor cores at once."""
+    """How a thread block is laid out: consumer warpgroups, pages in flight, whether two query rows go through the
+    tensor cores at once, and registers of a thread of the consumers and of the helpers, which must add up to what the
+    launch has (see :attr:`launch_registers`)."""
 
     groups: int
     ring: int
     pairs: bool
+    consumer_registers: int
+    helper_registers: int
+
+    def __post_init__(self) -> None:
+        # A barrier tells only odd phases from even ones, so a place of the ring must always be the same warpgroup's and
+        # the same fetching warp's: one that ran ahead would else take the phase before for the one it waits for.
+        assert self.ring % self.groups == 0 and self.ring % FETCHERS == 0
 
     @property
     def threads(self) -> int:
         return (self.groups + 1) * 128
 
+    @property
+    def launch_registers(self) -> int:
+        """Registers that a thread starts with: an equal share of the multiprocessor's, in steps of eight."""
+        return 65536 // self.threads // 8 * 8
+
     def shared_bytes(self, dtype: IndexDtype, heads: int) -> int:
         """Dynamic shared memory: query rows, pages, head weights, their descriptions, barriers, marks."""
         query = heads * HEAD_DIM + (heads // 4 + 4) * 16 + 4
-        page = IndexLayout(dtype, HEAD_DIM).page_bytes + 16
-        return 2 * (GROUP_ROWS * query + 24 + 16) + self.ring * page + _FLAG_BYTES
+        slot = IndexLayout(dtype, HEAD_DIM).page_bytes + 16
+        return 2 * (GROUP_ROWS * query + 40 + 16) + self.ring * slot + _FLAG_BYTES
 
     def defines(self, dtype: IndexDtype, heads: int) -> tuple[tuple[str, int | str], ...]:
         return (
@@ -57,8 +73,11 @@ class Variant:
             ("FP8", int(dtype is IndexDtype.FP8)),
             ("GROUPS", self.groups),
             ("RING", self.ring),
-            ("ROWS", GROUP_ROWS),
+            ("FETCHERS", FETCHERS),
             ("PAIRS", int(self.pairs)),
+            ("ROWS", GROUP_ROWS),
+            ("CONSUMER_REGISTERS", self.consumer_registers),
+            ("HELPER_REGISTERS", self.helper_registers),
             ("SHARED_BYTES", self.shared_bytes(dtype, heads)),
         )
 
@@ -67,10 +86,13 @@ def variant(dtype: IndexDtype, rows: int, requests: int) -> Variant:
     """The layout for a cache and a step. It changes the speed, not a bit of a score.
 
     With more rows than requests some share their pages, and two of them their products. That needs registers, so there
-    are fewer warpgroups then.
+    are fewer warpgroups then. FP8 pages are as large as two of FP4 and need no conversion: there a deep ring is worth
+    more than a third warpgroup.
     """
-    ring = 16 if dtype is IndexDtype.FP4 else 8
-    return Variant(3, ring, True) if rows > requests else Variant(4, ring, False)
+    shared = rows > requests
+    if dtype is IndexDtype.FP8:
+        return Variant(3, 6, True, 144, 80) if shared else Variant(2, 10, True, 216, 72)
+    return Variant(3, 18, True, 144, 80) if shared else Variant(4, 20, False, 104, 64)
 
 
 @functools.cache

@@ -124,9 +124,12 @@ __device__ __forceinline__ void multiply(float (&d)[N], const u32 (&a)[16], u32 
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
+// Until then the tensor cores read ``a``: the compiler must not put anything else into its registers.
 template <int N>
-__device__ __forceinline__ void wait_for_product(float (&d)[N]) {
+__device__ __forceinline__ void wait_for_product(float (&d)[N], const u32 (&a)[16]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+#pragma unroll
+    for (int i = 0; i < 16; ++i) asm volatile("" ::"r"(a[i]));
 }

@@ -2,8 +2,8 @@
 // fp32. Consumers only mark the tile; when all products are done, the block scores the marked keys again in fp64.
 
 #if FP8
-__device__ __forceinline__ bool must_redo(const uint4 (&raw)[4], const u32 (&scales)[2], int entry, int lane, int end) {
-    bool first = !ordinary(__uint_as_float(scales[0])), second = !ordinary(__uint_as_float(scales[1]));
+__device__ __forceinline__ bool must_redo(const Raw& raw, int entry, int end) {
+    bool first = !ordinary(__uint_as_float(raw.scales[0])), second = !ordinary(__uint_as_float(raw.scales[1]));
     return (first && entry < end) || (second && entry + 8 < end);
 }
 #else
@@ -17,10 +17,10 @@ __device__ __forceinline__ int largest_byte(u32 x) {
     return max(max(x & 255, (x >> 8) & 255), max((x >> 16) & 255, x >> 24));
 }
 
-__device__ __forceinline__ bool must_redo(const uint4 (&raw)[2], const u32 (&scales)[2], int entry, int lane, int end) {
-    int shift = (lane & 3) * 8;
-    bool first = group_is_wide(raw[0], (scales[0] >> shift) & 255, largest_byte(scales[0]));
-    bool second = group_is_wide(raw[1], (scales[1] >> shift) & 255, largest_byte(scales[1]));
+// x and y: the scale bytes of the lane's two keys
+__device__ __forceinline__ bool must_redo(const Raw& raw, u32 x, u32 y, int entry, int end) {
+    bool first = group_is_wide(raw.data[0], raw.scales[0], largest_byte(x));
+    bool second = group_is_wide(raw.data[1], raw.scales[1], largest_byte(y));
     return (first && entry < end) || (second && entry + 8 < end);
 }
 #endif

@@ -1,7 +1,8 @@
 // The lightning indexer's scores on Hopper, FP4 and FP8 pages on the FP8 tensor cores. sm90.py compiles this and says
 // how it is launched; docs/kernels.md says how it works. Macros: HEADS (32 or 64), FP8 (0 or 1), GROUPS (consumer
-// warpgroups), RING (pages in flight, a power of two), ROWS (of a group at most, 8), PAIRS (0 or 1: whether two query
-// rows go through the tensor cores at once).
+// warpgroups), PAIRS (0 or 1: whether two query rows go through the tensor cores at once), RING (pages in flight, a
+// multiple of GROUPS and of FETCHERS), FETCHERS (warps that fetch pages), ROWS (of a group at most), CONSUMER_REGISTERS
+// and HELPER_REGISTERS (of a thread).
 
 #include "sm90_device.cuh"
 
@@ -10,32 +11,40 @@ constexpr int PAGE_BYTES = DATA_BYTES + 256;
 constexpr int QUERY_BYTES = HEADS * 128;          // a query row as FP8, 128-byte swizzled
 constexpr int WEIGHT_LANE = HEADS / 4 + 4;        // floats of one lane of a quad, padded against bank conflicts
 constexpr int CONSUMERS = GROUPS * 128;
-constexpr int THREADS = CONSUMERS + 128;          // and the page warp, the query warp, two that only keep the places
-// five warps a scheduler have 96 registers each, too few for the sums of two query rows
-constexpr bool TRADE = PAIRS && GROUPS == 4;
+constexpr int THREADS = CONSUMERS + 128;          // and two warps that fetch pages, two that convert query rows
+constexpr int QUERY_WARPS = 4 - FETCHERS;
 constexpr int FLAG_WORDS = 1024;                  // one bit a tile that holds a score to be redone
 constexpr int ACCUMULATORS = HEADS / 2;
 
 constexpr int WIDEST = 26;                        // E2M1 * 2^(13 - r) is a normal E5M2 number for r = 0..26
+constexpr int USUAL = 127 + 7;                    // scale bytes from USUAL - WIDEST to USUAL are the usual case
 constexpr int LEAST_SCALE = 127 - 46;             // between these no product of a key, a query and a sum over heads
 constexpr int MOST_SCALE = 127 + 46;              // leaves the normal fp32 numbers; others are scored in fp64
 
 struct Meta {                                     // of a group of query rows in shared memory
     int rows, first_row, first_tile, last_tile;   // rows 0: there are no more groups
-    int end, wide;                                // entries that its furthest row sees; a row needs the exact path
+    int end, least_end;                           // entries that its furthest and its nearest row see
+    int wide[2];                                  // one of its rows needs the exact path, as each query warp found
+    i64 out_step;                                 // floats from one product's rows to the next one's
     int visible_end[ROWS];
+};
+
+struct Slot {                                     // one page's place in the ring
+    u8 page[PAGE_BYTES];
+    u64 full, empty;
 };
 
 struct Shared {
     u8 query[2][ROWS][QUERY_BYTES];
-    u8 page[RING][PAGE_BYTES];
+    Slot ring[RING];
     float weight[2][ROWS][4 * WEIGHT_LANE];
     Meta meta[2];
-    u64 page_full[RING], page_empty[RING], query_full[2], query_empty[2];
+    u64 query_full[2], query_empty[2];
     u32 flags[FLAG_WORDS];
     u32 flagged;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "sm90.py asks for the shared memory");
+static_assert(RING % GROUPS == 0 && RING % FETCHERS == 0, "a place has one consumer and one fetcher; see sm90.py");
 
 struct Arguments {
     const u8* q;
@@ -52,65 +61,21 @@ struct Arguments {
 
 #include "sm90_convert.cuh"
 
-// The weights of a lane's own heads.
-struct Weights {
-    float4 four[HEADS / 16];
-    __device__ __forceinline__ void load(const u8* from) {
-#pragma unroll
-        for (int i = 0; i < HEADS / 16; ++i) four[i] = ((const float4*)from)[i];
+// A place in the ring that moves on by STEP pages. ``at`` is its first byte.
+template <int STEP>
+struct RingPlace {
+    u32 at, parity;
+    __device__ __forceinline__ explicit RingPlace(u32 first) : at(first * (u32)sizeof(Slot)), parity(0) {}
+    __device__ __forceinline__ void advance() {
+        at += STEP * (u32)sizeof(Slot);
+        if (at >= RING * (u32)sizeof(Slot)) at -= RING * (u32)sizeof(Slot), parity ^= 1;
     }
+    __device__ __forceinline__ Slot& slot(Shared& shared) const { return *(Slot*)((u8*)shared.ring + at); }
 };
 
-// SUM_h w_h relu(d_h) of one query row for the two keys of a lane, over the lane's own heads. x + |x| is twice the relu
-// on the FMA pipe and keeps NaN; the half is in the weights.
-template <int OFFSET, int N>
-__device__ __forceinline__ void weighted_sum(const float (&d)[N], const Weights& weights, float& a, float& b) {
-    float first[2] = {0.0f, 0.0f}, second[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < HEADS / 16; ++i) {
-        const float4 w = weights.four[i];
-        const float four[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const float x = d[OFFSET + 8 * i + 4 * (e >> 1) + (e & 1)];
-            const float y = d[OFFSET + 8 * i + 4 * (e >> 1) + 2 + (e & 1)];
-            first[e & 1] += four[e] * (x + fabsf(x));
-            second[e & 1] += four[e] * (y + fabsf(y));
-        }
-    }
-    a = first[0] + first[1], b = second[0] + second[1];
-}
+#include "sm90_sums.cuh"
 
-// A lane's share of the sums of one or two query rows. They are added up over the quad and written while the next
-// product is being computed.
-template <int COUNT>
-struct Pending {
-    float a[COUNT], b[COUNT];
-    float scale;
-    int room;  // above 0: the lane's key is visible to its row
-    float* out;
-
-    // Two rows: lane t of a quad ends up with key t & 1 of row t >> 1, and writes it. The order of additions is that of
-    // one row, where lanes 0 and 1 write.
-    __device__ __forceinline__ void write(int lane) const {
-        float kept[COUNT];
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            kept[i] = lane & 1 ? b[i] : a[i];
-            kept[i] += __shfl_xor_sync(0xFFFFFFFFu, lane & 1 ? a[i] : b[i], 1);
-        }
-        float sum;
-        if (COUNT == 1) {
-            sum = kept[0] + __shfl_xor_sync(0xFFFFFFFFu, kept[0], 2);
-        } else {
-            sum = lane & 2 ? kept[COUNT - 1] : kept[0];
-            sum += __shfl_xor_sync(0xFFFFFFFFu, lane & 2 ? kept[0] : kept[COUNT - 1], 2);
-        }
-        if (room > 0) *out = sum * scale;
-    }
-};
-
-// The part of the schedule that a thread block walks: groups of rows and, of the first and the last, a part of the tiles.
+// The part of the schedule that a thread block walks: groups of rows and, of the first and the last, some of the tiles.
 struct Walk {
     int group, first_tile, last_group, last_tile;
 };
@@ -126,175 +91,260 @@ __device__ __forceinline__ bool next_segment(const Walk& walk, const int4* group
 
 #include "sm90_exact.cuh"
 
-// A lane's part of a page as it lies in the ring.
-struct Raw {
-    uint4 data[FP8 ? 4 : 2];
-    u32 scales[2];
+// What a lane of a consumer keeps through all tiles rather than work it out anew.
+struct Lane {
+    int lane, key;          // its first key in a tile; the other one is key + 8
+    u32 data_at, scale_at;  // where it finds its part of a page
 };
 
-__device__ __forceinline__ void wait_for_page(Shared& shared, u32 number, u32 data_at, u32 scale_at, Raw& raw) {
-    const u32 at = number % RING;
-    barrier_wait(&shared.page_full[at], (number / RING) & 1);
-    load_page(shared.page[at] + data_at, shared.page[at] + scale_at, raw.data, raw.scales);
-}
+// A page on its way from the ring to the tensor cores: it is loaded while the one before is multiplied.
+struct Page {
+    Raw raw;
+    Tables tables;
+    bool closer;  // some lane's scales are not of the usual kind
 
-// Give the page's place back and convert it. Marks the tile if a score of it has to be redone.
-__device__ __forceinline__ void take_page(Shared& shared, u32 number, const Raw& raw, int lane, int key, int wide_row,
-                                          int end, Tile& tile) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.page_empty[number % RING]);
-    convert_page(raw.data, raw.scales, lane, tile);
-    if (__any_sync(0xFFFFFFFFu, tile.wide || wide_row)) {
-        if (wide_row || must_redo(raw.data, raw.scales, key, lane, end)) {
-            u32 bit = number % (FLAG_WORDS * 32);
-            atomicOr(&shared.flags[bit >> 5], 1u << (bit & 31));
-            shared.flagged = 1;
+    __device__ __forceinline__ void load(Slot& slot, u32 parity, const Lane& own) {
+        barrier_wait(&slot.full, parity);
+        load_page(slot.page + own.data_at, slot.page + own.scale_at, raw);
+    }
+    __device__ __forceinline__ void look(u32 threshold, int lane) {
+        closer = __any_sync(0xFFFFFFFFu, look_closer(raw, threshold, lane, tables));
+    }
+    // Convert the page and give its place back. ``number`` counts the block's tiles, ``entry`` is the lane's first key
+    // in its request. Marks the tile if a score of it has to be redone.
+    __device__ __forceinline__ void take(Shared& shared, Slot& slot, u32 number, const Lane& own, int entry,
+                                         u32 threshold, int end, Tile& tile) {
+        if (closer) {
+#if FP8
+            if (threshold == 0 || must_redo(raw, entry, end)) mark(shared, number);
+#else
+            const u32* scales = (const u32*)(slot.page + DATA_BYTES) + own.key;
+            const u32 x = scales[0], y = scales[8];
+            const bool odd = relative_tables(x, y, own.lane, tables);
+            if (threshold == 0 || (odd && must_redo(raw, x, y, entry, end))) mark(shared, number);
+#endif
         }
+        __syncwarp();
+        if (own.lane == 0) barrier_arrive(&slot.empty);
+        convert_page(raw, tables, tile);
+    }
+    static __device__ __forceinline__ void mark(Shared& shared, u32 tile) {
+        const u32 bit = tile % (FLAG_WORDS * 32);
+        atomicOr(&shared.flags[bit >> 5], 1u << (bit & 31));
+        shared.flagged = 1;
+    }
+};
+
+// The products of one page and its rows, as many at a time as go together; ``row`` ends at the first that is left over.
+// ALL_VISIBLE: every row sees the whole page. ``sums`` and ``target`` are what is not written yet, before and after.
+template <bool ALL_VISIBLE>
+__device__ __forceinline__ void multiply_rows(Shared& shared, const Meta& meta, RingPlace<GROUPS>& place,
+                                              const Lane& own, const Tile& tile, Page& page, bool more, u32 query,
+                                              const u8* weights, int beyond, int rows, i64 out_step, int& row,
+                                              float*& next, float*& target, Sums<1 + PAIRS>& sums) {
+    const int lane = own.lane;
+    u32 weights_at = 0;
+    for (; row + PAIRS < rows; row += 1 + PAIRS) {
+        float d[(1 + PAIRS) * ACCUMULATORS];
+        Weights w;
+        multiply(d, tile.a, query);
+        if (row == 0 && more) page.load(place.slot(shared), place.parity, own);
+        w.load(weights + weights_at);
+        sums.write(target, lane);
+        sums.scale = tile.scale, sums.room = 1;
+        if (!ALL_VISIBLE) sums.room = meta.visible_end[row + (PAIRS ? lane >> 1 & 1 : 0)] - beyond;
+        if (!PAIRS && lane & 2) sums.room = 0;
+        target = next, next += out_step;
+        wait_for_product(d, tile.a);
+        weighted_sum<0>(d, w, sums.a[0], sums.b[0]);
+        if (PAIRS) {
+            w.load(weights + weights_at + 16 * WEIGHT_LANE);
+            weighted_sum<PAIRS * ACCUMULATORS>(d, w, sums.a[PAIRS], sums.b[PAIRS]);
+        }
+        weights_at += (1 + PAIRS) * 16 * WEIGHT_LANE, query += (1 + PAIRS) * QUERY_BYTES;
+        keep(weights_at);
     }
 }
 
+// Every consumer warpgroup takes every GROUPS-th tile of the block, whatever group of rows it belongs to.
 __device__ __forceinline__ void consume(const Arguments& arg, Shared& shared, int thread) {
     const int group = uniform(thread >> 7);
     u32 own_lane = thread & 31, own_key = ((thread >> 5) & 3) * 16 + (own_lane >> 2);
     keep(own_lane), keep(own_key);
-    const int lane = own_lane, key = own_key;
-    // where this lane finds its keys and their scales in a page, its weights of a row; kept, not worked out anew
-    u32 data_at = key * (DATA_BYTES / 64) + (lane & 3) * 16, scale_at = DATA_BYTES + key * 4;
-    u32 weight_at = (lane & 3) * WEIGHT_LANE * 4;
+    u32 data_at = own_key * (DATA_BYTES / 64) + (own_lane & 3) * 16;
+    u32 scale_at = DATA_BYTES + own_key * 4 + (FP8 ? 0 : own_lane & 3), weight_at = (own_lane & 3) * WEIGHT_LANE * 4;
     keep(data_at), keep(scale_at), keep(weight_at);
+    const Lane own{(int)own_lane, (int)own_key, data_at, scale_at};
+    const int lane = own.lane;
+    RingPlace<GROUPS> place(group);
     u32 tiles_before = 0;
-    Pending<1 + PAIRS> pending;
-    pending.room = 0;
+    int skip = group;  // tiles of the next group of rows before this warpgroup's first
     for (u32 groups_before = 0;; ++groups_before) {
-        const u32 place = groups_before & 1;
-        const Meta& meta = shared.meta[place];
-        barrier_wait(&shared.query_full[place], groups_before >> 1 & 1);
+        const u32 side = groups_before & 1;
+        const Meta& meta = shared.meta[side];
+        barrier_wait(&shared.query_full[side], groups_before >> 1 & 1);
         const int rows = uniform(meta.rows);
         if (rows == 0) break;
         const int first_tile = uniform(meta.first_tile), tiles = uniform(meta.last_tile) - first_tile;
-        const int wide_row = meta.wide, end = meta.end;
-        const u32 query = uniform(address(shared.query[place][0]));
-        const u8* weights = (const u8*)shared.weight[place][0] + weight_at;
-        // the key whose sum this lane will hold, and its column
-        const int first = first_tile * 64 + key, column = first + (lane & 1) * 8;
+        const int end = meta.end;
+        const u32 threshold = meta.wide[0] | meta.wide[1] ? 0 : WIDEST + 1;
+        const u32 query = uniform(address(shared.query[side][0]));
+        const u8* weights = (const u8*)shared.weight[side][0] + weight_at;
+        // the lane's first key, and the column of the one whose sum it will hold
+        const int first = first_tile * 64 + own.key, column = first + (lane & 1) * 8;
         float* out = arg.out + meta.first_row * arg.out_stride + column;
-#if PAIRS
-        out += (lane >> 1 & 1) * arg.out_stride;
-#endif
-        u32 i = (group + GROUPS - tiles_before % GROUPS) % GROUPS;
-#if !PAIRS
+        int i = skip;
+        Page page;
+        if (i < tiles) page.load(place.slot(shared), place.parity, own), page.look(threshold, lane);
         if (rows == 1) {
             Weights w;
             w.load(weights);
-            const int visible = lane & 2 ? 0 : meta.visible_end[0] - column;
+            Sums<1> sums;
+            sums.a[0] = sums.b[0] = sums.scale = 0.0f, sums.room = 0;
+            int room = lane & 2 ? 0 : meta.visible_end[0] - column - i * 64;
+            out += i * 64;
             for (; i < tiles; i += GROUPS) {
-                Raw raw;
                 Tile tile;
                 float d[ACCUMULATORS];
-                wait_for_page(shared, tiles_before + i, data_at, scale_at, raw);
-                pending.write(lane);
-                take_page(shared, tiles_before + i, raw, lane, first + i * 64, wide_row, end, tile);
+                page.take(shared, place.slot(shared), tiles_before + i, own, first + i * 64, threshold, end, tile);
+                place.advance();
                 multiply(d, tile.a, query);
-                pending.out = out + i * 64, pending.scale = tile.scale, pending.room = visible - (int)i * 64;
-                wait_for_product(d);
-                weighted_sum<0>(d, w, pending.a[0], pending.b[0]);
+                // while the tensor cores multiply
+                if (i + GROUPS < tiles) page.load(place.slot(shared), place.parity, own);
+                sums.write(out - GROUPS * 64, lane);
+                sums.scale = tile.scale, sums.room = room;
+                wait_for_product(d, tile.a);
+                page.look(threshold, lane);
+                weighted_sum<0>(d, w, sums.a[0], sums.b[0]);
+                out += GROUPS * 64, room -= GROUPS * 64;
             }
-        }
-#endif
-        for (; i < tiles; i += GROUPS) {
-            Raw raw;
-            Tile tile;
-            wait_for_page(shared, tiles_before + i, data_at, scale_at, raw);
-            take_page(shared, tiles_before + i, raw, lane, first + i * 64, wide_row, end, tile);
-            float* target = out + i * 64;
-            int row = 0;
+            sums.write(out - GROUPS * 64, lane);
+        } else {
 #if PAIRS
-            for (; row + 1 < rows; row += 2) {
-                float d[2 * ACCUMULATORS];
-                Weights w;
-                multiply(d, tile.a, query + row * QUERY_BYTES);
-                w.load(weights + row * (16 * WEIGHT_LANE));
-                const int visible = meta.visible_end[row + (lane >> 1 & 1)] - column - (int)i * 64;
-                wait_for_product(d);
-                pending.write(lane);
-                pending.out = target, pending.scale = tile.scale, pending.room = visible;
-                target += 2 * arg.out_stride;
-                weighted_sum<0>(d, w, pending.a[0], pending.b[0]);
-                w.load(weights + (row + 1) * (16 * WEIGHT_LANE));
-                weighted_sum<ACCUMULATORS>(d, w, pending.a[1], pending.b[1]);
-            }
-            if (row < rows) {
-                // the last row of an odd number; its sums do not wait, so that those of a pair can
-                Pending<1> alone;
-                float d[ACCUMULATORS];
-                Weights w;
-                multiply(d, tile.a, query + row * QUERY_BYTES);
-                alone.out = target, alone.scale = tile.scale;
-                alone.room = lane & 2 ? 0 : meta.visible_end[row] - column - (int)i * 64;
-                w.load(weights + row * (16 * WEIGHT_LANE));
-                wait_for_product(d);
-                weighted_sum<0>(d, w, alone.a[0], alone.b[0]);
-                alone.write(lane);
-            }
-#else
-            for (; row < rows; ++row) {
-                float d[ACCUMULATORS];
-                Weights w;
-                multiply(d, tile.a, query + row * QUERY_BYTES);
-                w.load(weights + row * (16 * WEIGHT_LANE));
-                const int visible = lane & 2 ? 0 : meta.visible_end[row] - column - (int)i * 64;
-                wait_for_product(d);
-                pending.write(lane);
-                pending.out = target, pending.scale = tile.scale, pending.room = visible;
-                target += arg.out_stride;
-                weighted_sum<0>(d, w, pending.a[0], pending.b[0]);
-            }
+            out += (lane >> 1 & 1) * arg.out_stride;
 #endif
+            const int least_end = uniform(meta.least_end) - first_tile * 64;
+            Sums<1 + PAIRS> sums;
+#pragma unroll
+            for (int k = 0; k < 1 + PAIRS; ++k) sums.a[k] = sums.b[k] = 0.0f;
+            sums.scale = 0.0f, sums.room = 0;
+            float* target = out;  // of the sums that are not written yet
+            const i64 out_step = meta.out_step;
+            for (; i < tiles; i += GROUPS) {
+                Tile tile;
+                page.take(shared, place.slot(shared), tiles_before + i, own, first + i * 64, threshold, end, tile);
+                place.advance();
+                const int beyond = column + i * 64;
+                const bool more = i + GROUPS < tiles;
+                float* next = out + i * 64;
+                int row = 0;
+                // most tiles are seen by all rows
+                if ((i + 1) * 64 <= least_end)
+                    multiply_rows<true>(shared, meta, place, own, tile, page, more, query, weights, 0, rows, out_step,
+                                        row, next, target, sums);
+                else
+                    multiply_rows<false>(shared, meta, place, own, tile, page, more, query, weights, beyond, rows,
+                                         out_step, row, next, target, sums);
+                if (row < rows) {
+                    // the last row of an odd number; its sums do not wait, so that those of a pair can
+                    Sums<1> alone;
+                    float d[ACCUMULATORS];
+                    Weights w;
+                    multiply(d, tile.a, query + row * QUERY_BYTES);
+                    w.load(weights + row * (16 * WEIGHT_LANE));
+                    alone.scale = tile.scale;
+                    alone.room = lane & 2 ? 0 : meta.visible_end[row] - beyond;
+                    wait_for_product(d, tile.a);
+                    weighted_sum<0>(d, w, alone.a[0], alone.b[0]);
+                    alone.write(next, lane);
+                }
+                page.look(threshold, lane);
+            }
+            sums.write(target, lane);
         }
+        skip = i - tiles;
         tiles_before += tiles;
         __syncwarp();
-        if (lane == 0) barrier_arrive(&shared.query_empty[place]);
+        if (lane == 0) barrier_arrive(&shared.query_empty[side]);
     }
-    pending.write(lane);
 }
 
-__device__ __forceinline__ void fetch_pages(const Arguments& arg, Shared& shared, const Walk& walk,
-                                            const int4* groups, int lane) {
-    u32 count = 0;
-    int4 rows;
-    int first, last;
-    for (int group = walk.group; next_segment(walk, groups, group, rows, first, last); ++group) {
-        const int* table = arg.tables + rows.z * arg.table_stride;
-        for (int tile = first; tile < last; tile += 32) {
-            int page = tile + lane < last ? table[tile + lane] : 0;
-            for (int i = 0; i < min(32, last - tile); ++i, ++count) {
-                u32 place = count % RING;
-                i64 number = __shfl_sync(0xFFFFFFFFu, page, i);
-                barrier_wait(&shared.page_empty[place], ((count / RING) & 1) ^ 1);
-                if (lane == 0)
-                    copy_to_shared(shared.page[place], arg.cache + number * arg.page_stride, PAGE_BYTES,
-                                   &shared.page_full[place]);
-                __syncwarp();
-            }
+// The pages of a share in the order in which they are consumed, 32 ids at a time. Ids, and the requests they belong to,
+// are loaded ahead of their use.
+struct PageIds {
+    const Arguments& arg;
+    const int4* groups;
+    int group, tile, last_group, last_tile;
+    int lane;
+    int base, known = 1, request, end;  // groups of which lane ``group - base`` knows the request and the end
+
+    // ``rows`` is the first group's entry, which the share's record has too: it need not be looked up
+    __device__ __forceinline__ PageIds(const Arguments& arg, const Walk& walk, int4 rows, const int4* groups, int lane)
+        : arg(arg), groups(groups), group(walk.group), tile(walk.first_tile), lane(lane) {
+        const bool whole = walk.last_tile == 0;
+        last_group = walk.last_group - whole, last_tile = whole ? 0x7FFFFFFF : walk.last_tile;
+        base = group, request = rows.z, end = rows.w;
+    }
+    __device__ __forceinline__ void look_up() {
+        base = group, known = 32;
+        const int4 rows = groups[min(base + lane, last_group)];
+        request = rows.z, end = rows.w;
+    }
+    // The number of pages in the next batch, 0 after the last one, and this lane's id.
+    __device__ __forceinline__ int next(int& page) {
+        for (; group <= last_group; ++group, tile = 0) {
+            if (group - base == known) look_up();
+            int last = (__shfl_sync(0xFFFFFFFFu, end, group - base) + 63) >> 6;
+            if (group == last_group) last = min(last, last_tile);
+            if (tile >= last) continue;
+            const i64 row = __shfl_sync(0xFFFFFFFFu, request, group - base);
+            const int count = min(32, last - tile);
+            page = lane < count ? arg.tables[row * arg.table_stride + tile + lane] : 0;
+            tile += count;
+            return count;
         }
+        return 0;
+    }
+};
+
+// One of FETCHERS warps, which share the pages in turn.
+__device__ __forceinline__ void fetch_pages(const Arguments& arg, Shared& shared, const Walk& walk, int4 rows,
+                                            const int4* groups, int fetcher, int lane) {
+    PageIds ids(arg, walk, rows, groups, lane);
+    RingPlace<FETCHERS> place(fetcher);
+    int page = 0, ahead = 0, i = fetcher;
+    for (int count = ids.next(page), following; count; count = following, page = ahead) {
+        following = ids.next(ahead);
+#pragma unroll 1
+        for (; i < count; i += FETCHERS, place.advance()) {
+            Slot& slot = place.slot(shared);
+            const i64 id = __shfl_sync(0xFFFFFFFFu, page, i);
+            barrier_wait(&slot.empty, place.parity ^ 1);
+            if (lane == 0) copy_to_shared(slot.page, arg.cache + id * arg.page_stride, PAGE_BYTES, &slot.full);
+            __syncwarp();
+        }
+        i -= count;
     }
 }
 
+// One of QUERY_WARPS warps, which share the heads of a row.
 __device__ __forceinline__ void fetch_queries(const Arguments& arg, Shared& shared, const Walk& walk,
-                                              const int4* groups, int lane) {
+                                              const int4* groups, int part, int lane) {
     int4 rows;
     int first, last;
     u32 count = 1;
     for (int group = walk.group + 1; next_segment(walk, groups, group, rows, first, last); ++group, ++count) {
-        const u32 place = count & 1;
-        barrier_wait(&shared.query_empty[place], (count >> 1 & 1) ^ 1);
-        if (lane == 0) shared.meta[place].wide = 0;
-        __syncwarp();
-        write_meta(arg, shared, place, rows, first, last, lane);
-        for (int row = 0; row < rows.y; ++row) convert_query(arg, shared, place, row, rows.x + row, lane, 32);
+        const u32 side = count & 1;
+        barrier_wait(&shared.query_empty[side], (count >> 1 & 1) ^ 1);
+        int wide = 0;
+        for (int row = 0; row < rows.y; ++row)
+            convert_query(arg, shared, side, row, rows.x + row, part * 32 + lane, QUERY_WARPS * 32, wide);
+        wide = __any_sync(0xFFFFFFFFu, wide);
+        if (part == 0) write_meta(arg, shared, side, rows, first, last, lane);
+        if (lane == 0) shared.meta[side].wide[part] = wide;
         to_tensor_cores();
         __syncwarp();
-        if (lane == 0) barrier_arrive(&shared.query_full[place]);
+        if (lane == 0) barrier_arrive(&shared.query_full[side]);
     }
     barrier_wait(&shared.query_empty[count & 1], (count >> 1 & 1) ^ 1);
     if (lane == 0) {
@@ -316,38 +366,37 @@ indexer_logits(const u8* q, const u8* q_scale, const float* weights, const u8* c
     if (walk.group == walk.last_group && walk.first_tile == walk.last_tile) return;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     for (int i = thread; i < FLAG_WORDS; i += THREADS) shared.flags[i] = 0;
-    if (thread < 2) shared.meta[thread].wide = 0;
+    if (thread < 2) shared.meta[0].wide[thread] = 0;
+    if (thread < RING) barrier_init(&shared.ring[thread].full, 1), barrier_init(&shared.ring[thread].empty, 4);
     if (thread == 0) {
         shared.flagged = 0;
-        for (int i = 0; i < RING; ++i) {
-            barrier_init(&shared.page_full[i], 1);
-            barrier_init(&shared.page_empty[i], 4);
-        }
         for (int i = 0; i < 2; ++i) {
-            barrier_init(&shared.query_full[i], 1);
+            barrier_init(&shared.query_full[i], QUERY_WARPS);
             barrier_init(&shared.query_empty[i], 4 * GROUPS);
         }
-        barriers_initialised();
     }
+    if (thread < 32) barriers_initialised();
     __syncthreads();
     if (thread >= CONSUMERS) {
-        // these need few registers and leave theirs to the consumers, where those need more than an equal share
-        if (TRADE) fewer_registers<32>();
-        if (warp == CONSUMERS / 32) {
-            fetch_pages(arg, shared, walk, groups, lane);
-        } else if (warp == CONSUMERS / 32 + 1) {
-            fetch_queries(arg, shared, walk, groups, lane);
-        }
+        // these need few registers and leave theirs to the consumers
+        fewer_registers<HELPER_REGISTERS>();
+        const int helper = warp - CONSUMERS / 32;
+        if (helper < FETCHERS)
+            fetch_pages(arg, shared, walk, rows, groups, helper, lane);
+        else
+            fetch_queries(arg, shared, walk, groups, helper - FETCHERS, lane);
     } else {
-        if (TRADE) more_registers<112>();
-        // the first rows are converted by all, the later ones by one warp behind the consumers' backs
+        more_registers<CONSUMER_REGISTERS>();
+        // the first rows are converted by all, the later ones by two warps behind the consumers' backs
         const int last = walk.group == walk.last_group ? walk.last_tile : (rows.w + 63) >> 6;
-        if (thread < ROWS) write_meta(arg, shared, 0, rows, walk.first_tile, last, thread);
+        int wide = 0;
         for (int row = 0; row < rows.y; ++row)
-            convert_query(arg, shared, 0, row, rows.x + row, thread, CONSUMERS);
+            convert_query(arg, shared, 0, row, rows.x + row, thread, CONSUMERS, wide);
+        if (warp == CONSUMERS / 32 - 1) write_meta(arg, shared, 0, rows, walk.first_tile, last, lane);
+        if (wide) shared.meta[0].wide[0] = 1;
         to_tensor_cores();
         meet<CONSUMERS>();
-        if (thread == 0) barrier_arrive(&shared.query_full[0]);
+        if (thread < QUERY_WARPS) barrier_arrive(&shared.query_full[0]);
         consume(arg, shared, thread);
         meet<CONSUMERS>();
         if (shared.flagged) redo(arg, shared, walk, groups, warp, lane);

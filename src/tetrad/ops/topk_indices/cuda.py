@@ -1,59 +1,48 @@
-"""Exact top-k on Hopper, in CUDA C++. The arguments are checked by :mod:`tetrad.ops.topk_indices`."""
+"""Exact top-k on Hopper, in CUDA C++ (``sm90_topk.cu``); :mod:`tetrad.ops.topk_indices` has checked the arguments."""
 
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import astuple, dataclass, fields
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tetrad.ops.nvrtc import CudaKernel, cuda_kernel
-from tetrad.ops.topk_indices.cuda_cluster_source import CLUSTER_SOURCE
-from tetrad.ops.topk_indices.cuda_row_source import ROW_SOURCE
+
+_BINS = 256
+_LIST = 32
 
 
 @dataclass(frozen=True, slots=True)
-class RowShape:
-    """How a thread block holds a row; the fields are the macros of ``cuda_row_source``, in capitals."""
+class Layout:
+    """How thread blocks hold rows; the fields are the macros of ``sm90_topk.cu``, in capitals."""
 
     threads: int
     blocks: int
     groups: int
-    resident: int
-
-    source = ROW_SOURCE
-    cluster = 1
-
-    @property
-    def shared_bytes(self) -> int:
-        """Size of the source's ``struct Shared``, rounded up."""
-        scores = 4 * self.threads * self.blocks
-        return 4 * scores + scores // 8 + 4 * 256 + 8 * (32 + self.blocks) + 4 * (3 * 32 + 3) + 16
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterShape:
-    """How a cluster of thread blocks holds a row; the fields are the macros of ``cuda_cluster_source``, in capitals."""
-
-    threads: int
-    blocks: int
-    groups: int
-    resident: int
-    cluster: int
+    step: int
     capacity: int
+    resident: int = 1
+    stage: bool = False
+    early: bool = False
+    cluster: int = 1
+    tiled: bool = False
+    tiles: int = 1
 
-    source = CLUSTER_SOURCE
+    @property
+    def columns(self) -> int:
+        """Width of a row that is held as a whole."""
+        return 4 * self.threads * self.blocks * self.cluster
 
     @property
     def shared_bytes(self) -> int:
         """Size of the source's ``struct Shared``, rounded up."""
-        scores = 4 * self.threads * self.blocks
-        lists = 8 * (self.capacity + 32 + self.blocks + 1)
-        return 4 * scores + 4 * 1024 + lists + 4 * (3 * 32 + 16 + 5) + 16
-
-
-Shape = RowShape | ClusterShape
+        chunk = 4 * self.threads * self.blocks
+        row = 4 * chunk * self.stage + self.tiles * chunk // 4
+        return row + 8 * self.capacity + 12 * (_BINS + 4) + 16 * _LIST + 4 * 32 * (1 + 2 * self.cluster) + 64
 
 
 def topk_indices(logits: Tensor, visible_end: Tensor, k: int, out: Tensor) -> None:
@@ -63,35 +52,74 @@ def topk_indices(logits: Tensor, visible_end: Tensor, k: int, out: Tensor) -> No
     rows, width = logits.shape
     if not rows:
         return
-    shape = shape_for(rows, width, k)
+    layout = layout_for(rows, width, k)
     strides = logits.stride(0), out.stride(0)
-    kernel = compiled(shape, logits.device)
-    kernel.launch((rows * shape.cluster,), (shape.threads,), logits, visible_end, out, k, width, *strides)
+    blocks = layout.cluster * min(rows, teams(layout, logits.device))
+    kernel = compiled(layout, logits.device)
+    kernel.launch((blocks,), (layout.threads,), logits, visible_end, out, k, width, rows, *strides)
 
 
 @functools.cache
-def compiled(shape: Shape, device: torch.device) -> CudaKernel:
-    """The kernel for a shape."""
-    return cuda_kernel(shape.source, "topk_indices", device, defines=macros(shape), shared_bytes=shape.shared_bytes)
+def compiled(layout: Layout, device: torch.device) -> CudaKernel:
+    """The kernel for a layout."""
+    return cuda_kernel(source(), "topk_indices", device, defines=macros(layout), shared_bytes=layout.shared_bytes)
 
 
-def macros(shape: Shape) -> tuple[tuple[str, int], ...]:
-    """A shape as its source takes it."""
-    return tuple((field.name.upper(), value) for field, value in zip(fields(shape), astuple(shape), strict=True))
+@functools.cache
+def teams(layout: Layout, device: torch.device) -> int:
+    """Rows that are looked at at once: as many as fit where the next row is copied meanwhile, else any number.
 
-
-def shape_for(rows: int, width: int, k: int) -> Shape:
-    """The shape for a problem.
-
-    The bound is tight while k is about half of the groups of columns, so a larger k takes more of them. Above 2048 only
-    the slow way of the kernels serves.
+    Thread blocks of a cluster are neighbours on the chip, whose neighbourhoods have 16 or 18 multiprocessors.
     """
+    if not layout.stage:
+        return 1 << 30
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    if layout.cluster > 2:
+        multiprocessors = multiprocessors // 16 * 16
+    return max(1, multiprocessors * layout.resident // layout.cluster)
+
+
+@functools.cache
+def source() -> str:
+    """The kernel's source, its parts put together."""
+    folder = Path(__file__).parent
+
+    def read(name: str) -> str:
+        text = (folder / name).read_text(encoding="utf-8")
+        return re.sub(r'#include "(\w+\.cuh)"\n', lambda part: read(part[1]), text)
+
+    return read("sm90_topk.cu")
+
+
+def macros(layout: Layout) -> tuple[tuple[str, int], ...]:
+    """A layout as the source takes it."""
+    given = zip(fields(layout), astuple(layout), strict=True)
+    return (*((field.name.upper(), int(value)) for field, value in given), ("SHARED_BYTES", layout.shared_bytes))
+
+
+def layout_for(rows: int, width: int, k: int) -> Layout:
+    """The layout for a problem. It changes the speed, not the choice.
+
+    The bound is tight while k is well under the number of groups, threads x groups; a larger k takes more of them.
+    Which layouts, and from which width on clusters, is what an H200 measured; docs/kernels.md has the figures.
+    """
+    few = rows <= 132
+    if width > 131072:
+        return Layout(512, 16, 4, 1, 8192, cluster=8, tiled=True, tiles=4)
     if width > 32768:
-        if k > 512:
-            return ClusterShape(512, 8, 2, 1, cluster=8, capacity=8192)
-        return ClusterShape(512, 8, 1, 2, cluster=8 if rows <= 16 else 4, capacity=4096)
+        return Layout(512, 16, 4 if k <= 1024 else 8, 1, 4096, stage=True, cluster=4)
     if width > 16384:
-        return RowShape(1024, 8, 1 if k <= 512 else 2 if k <= 1024 else 4, 1)
-    if k > 1024:
-        return RowShape(1024, 4, 4, 1)
-    return RowShape(512, 4 if width <= 8192 else 8, 2 if k <= 512 else 4, 3)
+        if k > 1024:
+            return Layout(1024, 8, 8, 1, 8192, stage=True, early=True)
+        return Layout(1024, 8, 4, 1 if k <= 512 else 2, 4096, stage=True, early=True)
+    if width > 8192:
+        if k > 1024:
+            return Layout(512, 8, 8, 1, 4096, resident=2, stage=True)
+        return Layout(1024, 4, 4, 1, 4096, stage=True) if few else Layout(512, 8, 4, 1, 4096, resident=2, early=True)
+    if few or k > 1024:
+        return Layout(1024, 2, 4, 1, 4096, early=True)
+    return (
+        Layout(256, 8, 4, 1, 2048, resident=4, stage=True)
+        if k <= 512
+        else Layout(512, 4, 4, 1, 4096, resident=2, stage=True)
+    )

@@ -1,0 +1,142 @@
+"""The results of ``tetrad bench indexer`` as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tetrad.bench.costs import cost_of, floor_of
+from tetrad.bench.measurement import BenchResult, Result, Status
+
+_METHODS = {
+    "graph": "CUDA graphs",
+    "events": "calls from the host between CUDA events (the back end cannot be captured; the host's time is in it)",
+    "host": "the host's clock around calls",
+}
+_HEAD = (
+    f"{'op':6} {'index':6} {'by':24} {'us':>10} {'TB/s':>8} {'TFLOP/s':>8} {'floor us':>9} {'bound':7} "
+    f"{'% of floor':>10} {'ratio':>7}  note"
+)
+
+
+def table(result: BenchResult) -> str:
+    """The table: what it was measured with and on, then a block for each shape."""
+    lines = [*_header(result), ""]
+    shape = None
+    for each in result.results:
+        if each.status is Status.REFUSED:
+            continue
+        if each.case.shape != shape:
+            shape = each.case.shape
+            lines += [str(shape), _HEAD]
+        lines.append(_line(each, result))
+    return "\n".join([*lines, *_refusals(result)])
+
+
+def _header(result: BenchResult) -> list[str]:
+    known, settings, device = result.versions, result.settings, result.versions["device"]
+    software = ", ".join(
+        f"{name} {known[name]}" for name in ("tetrad", "torch", "triton", "cuda", "driver") if known[name]
+    )
+    lines = [
+        f"{device} ({known['arch']}), {software}, {known['date']}",
+        f"{settings.heads} heads of {settings.head_dim} channels, k {settings.k}; us: median of {settings.repeats}",
+    ]
+    if result.ceilings is not None:
+        read, fp8, bf16 = result.ceilings.read, result.ceilings.fp8, result.ceilings.bf16
+        lines.append(f"measured: reads {read.per_second / 1e12:.3g} TB/s ({read.what})")
+        rates = dict.fromkeys((fp8, bf16))
+        lines += [f"measured: {rate.per_second / 1e12:.4g} TFLOP/s ({rate.what})" for rate in rates]
+    lines.append(
+        "floor: the larger of bytes that must move, each once, over the read rate and operations over the matrix rate "
+        "(fp4 and fp8: FP8's; top-k and plan: bytes only)"
+    )
+    timings = [each.timing.method for each in result.results if each.timing is not None]
+    lines += [f"timed by {_METHODS[method]}" for method in dict.fromkeys(timings)]
+    if result.device_type == "cpu":
+        lines.append("on a CPU: caches may be warm, and absolute figures mean little")
+    for use in result.uses:
+        dtypes = f" of {', '.join(use.dtypes)}" if use.dtypes else ""
+        lines.append(f"{use.contender}: {use.op}{dtypes} by {use.name}: {use.reason}")
+        lines += [f"    not {name}: {reason}" for name, reason in use.refused]
+    if len(result.contenders) > 1:
+        lines.append(f"ratio: time over that of {result.contenders[0]}")
+    return lines
+
+
+def _line(each: Result, result: BenchResult) -> str:
+    head = f"{each.case.op:6} {each.case.dtype or '':6} {each.label:24}"
+    if each.timing is None:
+        return f"{head} {each.status.upper():>10}  {each.note}"
+    notes = [each.note] if each.note else []
+    if each.timing.method == "graph" and not each.cold:
+        notes.append("warm cache")
+    elif each.timing.method != "graph" and result.device_type != "cpu":
+        notes.append("not captured")
+    floor = percent = bound = ""
+    if result.ceilings is not None:
+        least = floor_of(each.case, result.ceilings)
+        floor, bound = f"{least.microseconds:.2f}", least.bound
+        percent = f"{each.percent_of_floor(result.ceilings):.1f}"
+    teraflops = "" if each.teraflops is None else f"{each.teraflops:.4g}"
+    ratio = result.ratio(each)
+    return (
+        f"{head} {each.timing.microseconds:10.2f} {each.terabytes_per_second:8.3g} {teraflops:>8} {floor:>9} "
+        f"{bound:7} {percent:>10} {'' if ratio is None else f'{ratio:.2f}x':>7}  {', '.join(notes)}"
+    ).rstrip()
+
+
+def _refusals(result: BenchResult) -> list[str]:
+    """Each reason once, with the ops and dtypes that it was given for."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for each in result.results:
+        if each.status is Status.REFUSED:
+            what = " ".join((str(each.case.op), *([str(each.case.dtype)] if each.case.dtype else [])))
+            ops = reasons.setdefault((each.contender, each.note), [])
+            if what not in ops:
+                ops.append(what)
+    return [f"not timed: {name} {', '.join(ops)}: {reason}" for (name, reason), ops in reasons.items()]
+
+
+def to_dict(result: BenchResult) -> dict[str, Any]:
+    """Plain values for JSON; times in microseconds, rates a second."""
+    return {
+        "versions": result.versions,
+        "settings": result.settings.to_dict(),
+        "ceilings": None if result.ceilings is None else dataclasses.asdict(result.ceilings),
+        "contenders": result.contenders,
+        "back_ends": [dataclasses.asdict(use) | {"refused": dict(use.refused)} for use in result.uses],
+        "interrupted": result.interrupted,
+        "results": [_result_dict(each, result) for each in result.results],
+    }
+
+
+def _result_dict(each: Result, result: BenchResult) -> dict[str, Any]:
+    case, cost = each.case, cost_of(each.case)
+    floor = None if result.ceilings is None else floor_of(case, result.ceilings)
+    return {
+        "op": str(case.op),
+        "kind": str(case.shape.kind),
+        "requests": case.shape.requests,
+        "rows": case.shape.rows,
+        "entries": case.shape.entries,
+        "dtype": None if case.dtype is None else str(case.dtype),
+        "contender": each.contender,
+        "by": each.label,
+        "status": str(each.status),
+        "note": each.note,
+        "microseconds": None if each.timing is None else each.timing.microseconds,
+        "least_microseconds": None if each.timing is None else each.timing.least,
+        "most_microseconds": None if each.timing is None else each.timing.most,
+        "method": None if each.timing is None else each.timing.method,
+        "calls": None if each.timing is None else each.timing.calls,
+        "cold": each.cold,
+        "bytes": cost.bytes,
+        "flops": cost.flops,
+        "terabytes_per_second": each.terabytes_per_second,
+        "teraflops": each.teraflops,
+        "floor_microseconds": None if floor is None else floor.microseconds,
+        "bound": None if floor is None else floor.bound,
+        "percent_of_floor": None if result.ceilings is None else each.percent_of_floor(result.ceilings),
+        "ratio": result.ratio(each),
+    }
