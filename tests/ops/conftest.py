@@ -11,8 +11,8 @@ from tetrad.ops import backends
 
 @pytest.fixture
 def all_proven(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Back ends that no device has run yet are chosen as if one had: that is how a device comes to run them."""
-    monkeypatch.setattr(backends, "UNPROVEN", frozenset())
+    """Back ends that are not chosen yet are chosen here: that is how a device comes to run them."""
+    monkeypatch.setattr(backends, "UNPROVEN", {})
     backends.choose_backend.cache_clear()
     backends.backend_module.cache_clear()
     yield

@@ -27,7 +27,7 @@ def other(monkeypatch):
     monkeypatch.setitem(sys.modules, "other_topk", module)
     backend = Backend("other", "other_topk", lambda platform, problem: (True, "for tests"))
     monkeypatch.setitem(BACKENDS, "topk_indices", (backend, *BACKENDS["topk_indices"]))
-    monkeypatch.setattr(backends, "UNPROVEN", frozenset({("topk_indices", "other")}))
+    monkeypatch.setattr(backends, "UNPROVEN", {("topk_indices", "other"): "for a reason"})
     for cached in (choose_backend, backends.backend_module):
         cached.cache_clear()
     yield SimpleNamespace(made=made)

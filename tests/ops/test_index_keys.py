@@ -10,7 +10,7 @@ from tests.ops.indexer_cases import PAGE, decode_vectors, page_bytes
 from tetrad.errors import ConfigError
 from tetrad.formats import mxfp4
 from tetrad.geometry import IndexDtype, IndexLayout
-from tetrad.ops import indexer_logits, quantize_index_query, write_index_keys
+from tetrad.ops import indexer_logits, quantize_index_query, write_index_keys, write_pooled_index_keys
 from tetrad.ops.index_keys import index_key_vectors, read_index_keys
 
 DTYPES = ["fp4", "fp8", "bf16", "fp32"]
@@ -101,6 +101,27 @@ def test_a_key_is_stored_alike_in_any_company(dtype):
     for start, end in ((0, 1), (1, 64), (64, 73), (73, 150)):
         write_index_keys(keys[start:end], parts, torch.arange(start, end), layout)
     assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("hadamard", [True, False])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pooled_keys_are_made_and_stored(dtype, compute, hadamard):
+    """In one call what the two others do one after the other, with the compute dtype and the switch handed on."""
+    torch.manual_seed(8)
+    layout, cos_sin = IndexLayout(IndexDtype(dtype), 64), rotary_angles(9, 16)
+    pooled, weight, slots = (
+        torch.randn(9, 64) * 5,
+        torch.rand(64) + 0.5,
+        torch.tensor([5, 70, -1, 0, 63, 64, 127, -9, 7]),
+    )
+    pages, memory = guarded_pages(layout, 2, 80)
+    write_pooled_index_keys(pooled, weight, 1e-3, *cos_sin, compute, pages, slots, layout, hadamard=hadamard)
+    expected, expected_memory = guarded_pages(layout, 2, 80)
+    keys = index_key_vectors(pooled, weight, 1e-3, *cos_sin, dtype=compute, hadamard=hadamard)
+    write_index_keys(keys, expected, slots, layout)
+    assert torch.equal(memory, expected_memory)
+    assert not torch.equal(memory, guarded_pages(layout, 2, 80)[1])
 
 
 @pytest.mark.parametrize("dtype", ["fp4", "fp8"])
@@ -291,5 +312,17 @@ def test_bad_arguments():
         index_key_vectors(torch.zeros(2, 32).bfloat16(), torch.ones(32), 1e-6, cos, cos, torch.float32)
     with pytest.raises(TypeError, match="dtype must be float32 or bfloat16"):
         index_key_vectors(torch.zeros(2, 32), torch.ones(32), 1e-6, cos, cos, torch.float16)
+    for wrong, error, match in (
+        ({"pooled": torch.zeros(2, 64), "norm_weight": torch.ones(64)}, ValueError, "64 channels, .* keys of 32"),
+        ({"norm_weight": torch.ones(31)}, ValueError, r"norm_weight must be .* = \[32\]"),
+        ({"dtype": torch.float16}, TypeError, "dtype must be float32 or bfloat16"),
+        ({"sin": cos[:1]}, ValueError, r"sin must be .* = \[2, 8\]"),
+        ({"slots": slots[:1]}, ValueError, r"slots must be .* = \[2\]"),
+        ({"pages": pages[:, :-1]}, ValueError, "pages must have pages of 1088 bytes"),
+    ):
+        right = {"pooled": torch.zeros(2, 32), "norm_weight": torch.ones(32), "eps": 1e-6, "cos": cos, "sin": cos}
+        right |= {"dtype": torch.float32, "pages": pages, "slots": slots, "layout": layout}
+        with pytest.raises(error, match=match):
+            write_pooled_index_keys(**(right | wrong))
     with pytest.raises(ConfigError, match="multiple of 32"):
         IndexLayout(IndexDtype.FP4, 40)

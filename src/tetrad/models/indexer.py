@@ -13,8 +13,7 @@ from tetrad.models.compressor import Compressor
 from tetrad.models.config import ModelConfig
 from tetrad.models.linear import ActivationQuant, Linear
 from tetrad.models.step import AttentionMetadata
-from tetrad.ops import index_topk, quantize_index_query, write_index_keys
-from tetrad.ops.index_keys import index_key_vectors
+from tetrad.ops import index_topk, quantize_index_query, write_pooled_index_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +57,17 @@ class Indexer(nn.Module):
         assert cache.index_state is not None
         inputs, plan = metadata.inputs, metadata.csa
         pooled = self.compressor(x, inputs.positions, plan, cache.index_state)
-        keys = index_key_vectors(
+        write_pooled_index_keys(
             pooled,
             self.compressor.norm.weight,
             self.eps,
             *plan.rotation,
-            dtype=self.dtype,
+            self.dtype,
+            cache.index_pages,
+            plan.entry_slots,
+            cache.index_layout,
             hadamard=self.options.hadamard,
         )
-        write_index_keys(keys, cache.index_pages, plan.entry_slots, cache.index_layout)
         query, query_scale = quantize_index_query(
             self.wq_b(q_latent).unflatten(1, (self.heads, self.head_dim)),
             *metadata.compress_rotation,

@@ -20,7 +20,7 @@ Each op is a folder: the public function with its contract, ``reference.py`` in 
 
 from __future__ import annotations
 
-from tetrad.ops.index_keys import quantize_index_query, write_index_keys
+from tetrad.ops.index_keys import quantize_index_query, write_index_keys, write_pooled_index_keys
 from tetrad.ops.index_topk import index_topk
 from tetrad.ops.indexer_logits import indexer_logits
 from tetrad.ops.plan_indexer import IndexerPlan, plan_indexer
@@ -34,4 +34,5 @@ __all__ = [
     "quantize_index_query",
     "topk_indices",
     "write_index_keys",
+    "write_pooled_index_keys",
 ]

@@ -16,7 +16,13 @@ from tetrad.geometry import IndexDtype, IndexLayout
 from tetrad.ops.arguments import check_pages, check_tensor
 from tetrad.ops.backends import Problem, backend_module
 
-__all__ = ["index_key_vectors", "quantize_index_query", "read_index_keys", "write_index_keys"]
+__all__ = [
+    "index_key_vectors",
+    "quantize_index_query",
+    "read_index_keys",
+    "write_index_keys",
+    "write_pooled_index_keys",
+]
 
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -45,11 +51,7 @@ def index_key_vectors(
     :raises ValueError: for a wrong shape, stride or device, or if D is not a power of two
     :raises TypeError: for a wrong dtype
     """
-    check_tensor("pooled", pooled, torch.float32, (None, None), "keys, channels")
-    check_tensor("norm_weight", norm_weight, _COMPUTE_DTYPES, (pooled.shape[1],), "channels", pooled.device)
-    if dtype not in _COMPUTE_DTYPES:
-        raise TypeError(f"dtype must be float32 or bfloat16; got {dtype}")
-    _check_angles(pooled, cos, sin)
+    _check_pooled(pooled, norm_weight, cos, sin, dtype)
     backend = backend_module("index_keys", pooled.device, Problem(head_dim=pooled.shape[1]))
     return backend.index_key_vectors(pooled, norm_weight, eps, cos, sin, dtype, hadamard=hadamard)
 
@@ -78,6 +80,31 @@ def quantize_index_query(
     return backend.quantize_index_query(q, cos, sin, index_dtype, hadamard=hadamard)
 
 
+def write_pooled_index_keys(
+    pooled: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    pages: Tensor,
+    slots: Tensor,
+    layout: IndexLayout,
+    *,
+    hadamard: bool = True,
+) -> None:
+    """Make keys and store them: :func:`index_key_vectors`, whose parameters come first, then :func:`write_index_keys`.
+
+    The same bytes as those two give, but a GPU does both in one launch. Errors as theirs.
+    """
+    _check_pooled(pooled, norm_weight, cos, sin, dtype)
+    if pooled.shape[1] != layout.head_dim:
+        raise ValueError(f"pooled has {pooled.shape[1]} channels, but the pages are for keys of {layout.head_dim}")
+    _check_places(pages, slots, layout, pooled)
+    backend = backend_module("index_keys", pooled.device, Problem(str(layout.dtype), layout.head_dim))
+    backend.write_pooled_index_keys(pooled, norm_weight, eps, cos, sin, dtype, pages, slots, layout, hadamard=hadamard)
+
+
 def write_index_keys(keys: Tensor, pages: Tensor, slots: Tensor, layout: IndexLayout) -> None:
     """Quantise keys and store each at its slot, data and scales together; ``pages`` is changed in place.
 
@@ -90,11 +117,11 @@ def write_index_keys(keys: Tensor, pages: Tensor, slots: Tensor, layout: IndexLa
     :param layout: how a page is laid out, and the dtype of its keys
     :raises ValueError: for a wrong shape, stride or device
     :raises TypeError: for a wrong dtype
-    :raises IndexError: if a slot lies behind the last page
+    :raises IndexError: if a slot lies behind the last page, on a CPU. A GPU does not wait to find that out: there it
+        may stop the process later, or leave the key out; it never writes elsewhere
     """
     check_tensor("keys", keys, _COMPUTE_DTYPES, (None, layout.head_dim), "keys, channels")
-    check_tensor("slots", slots, torch.int64, (keys.shape[0],), "keys", keys.device)
-    check_pages("pages", pages, layout.page_bytes, f"index keys in {layout.dtype}", keys.device)
+    _check_places(pages, slots, layout, keys)
     backend = backend_module("index_keys", keys.device, Problem(str(layout.dtype), layout.head_dim))
     backend.write_index_keys(keys, pages, slots, layout)
 
@@ -112,6 +139,19 @@ def read_index_keys(pages: Tensor, slots: Tensor, layout: IndexLayout) -> Tensor
     check_tensor("slots", slots, torch.int64, [None] * slots.dim(), "any shape", pages.device, strided=True)
     backend = backend_module("index_keys", pages.device, Problem(str(layout.dtype), layout.head_dim))
     return backend.read_index_keys(pages, slots, layout)
+
+
+def _check_pooled(pooled: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> None:
+    check_tensor("pooled", pooled, torch.float32, (None, None), "keys, channels")
+    check_tensor("norm_weight", norm_weight, _COMPUTE_DTYPES, (pooled.shape[1],), "channels", pooled.device)
+    if dtype not in _COMPUTE_DTYPES:
+        raise TypeError(f"dtype must be float32 or bfloat16; got {dtype}")
+    _check_angles(pooled, cos, sin)
+
+
+def _check_places(pages: Tensor, slots: Tensor, layout: IndexLayout, keys: Tensor) -> None:
+    check_tensor("slots", slots, torch.int64, (keys.shape[0],), "keys", keys.device)
+    check_pages("pages", pages, layout.page_bytes, f"index keys in {layout.dtype}", keys.device)
 
 
 def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -44,6 +44,24 @@ def write_index_keys(keys: Tensor, pages: Tensor, slots: Tensor, layout: IndexLa
     scatter_rows(*to_rows(*encode(keys, layout.dtype)), pages, slots, layout)
 
 
+def write_pooled_index_keys(
+    pooled: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    pages: Tensor,
+    slots: Tensor,
+    layout: IndexLayout,
+    *,
+    hadamard: bool = True,
+) -> None:
+    """Make the keys, then store them."""
+    keys = index_key_vectors(pooled, norm_weight, eps, cos, sin, dtype, hadamard=hadamard)
+    write_index_keys(keys, pages, slots, layout)
+
+
 def read_index_keys(pages: Tensor, slots: Tensor, layout: IndexLayout) -> Tensor:
     """Gather data and scales together and decode them."""
     return decode(*from_rows(*gather_rows(pages, slots, layout), layout))
