@@ -193,3 +193,21 @@ def test_an_interrupt_before_the_first_result(monkeypatch):
     monkeypatch.setattr(measurement, "measure_ceilings", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run()
+
+
+def test_a_dead_device_keeps_what_there_is():
+    """A kernel's illegal memory access ended the command with a traceback of the next case, and no table: the one that
+    had done it was not to be seen."""
+    asked = 0
+
+    def memory(device: torch.device) -> int:
+        nonlocal asked
+        asked += 1
+        if asked > 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nsecond line")
+        return 1 << 40
+
+    result = run(memory=memory)
+    assert result.died == "CUDA error: an illegal memory access was encountered"
+    assert len(result.results) == 2
+    assert not result.clean

@@ -64,7 +64,11 @@ class Result:
 
 @dataclass(slots=True)
 class BenchResult:
-    """All results, and what they were measured with. An interrupted measurement keeps what it has."""
+    """All results, and what they were measured with.
+
+    An interrupted measurement keeps what it has, and so does one whose device died of a kernel; ``died`` is what the
+    device said, or empty.
+    """
 
     settings: BenchSettings
     versions: dict[str, str | None]
@@ -74,11 +78,12 @@ class BenchResult:
     ceilings: Ceilings | None = None
     results: list[Result] = field(default_factory=list)
     interrupted: bool = False
+    died: str = ""
 
     @property
     def clean(self) -> bool:
         """Whether nothing was wrong and nothing failed."""
-        return not any(result.status in (Status.WRONG, Status.FAILED) for result in self.results)
+        return not self.died and not any(result.status in (Status.WRONG, Status.FAILED) for result in self.results)
 
     def ratio(self, result: Result) -> float | None:
         """The time over that of the first contender on the same case: 2 is twice as slow. None for the first one."""
@@ -121,6 +126,11 @@ def run_bench(
             if not result.results:
                 raise
             result.interrupted = True
+        except RuntimeError as error:
+            # after an illegal memory access a device computes nothing more, nor can it be asked for its memory
+            if not result.results:
+                raise
+            result.died = next(iter(str(error).splitlines()), type(error).__name__)
     return result
 
 

@@ -107,6 +107,7 @@ def to_dict(result: BenchResult) -> dict[str, Any]:
         "contenders": result.contenders,
         "back_ends": [dataclasses.asdict(use) | {"refused": dict(use.refused)} for use in result.uses],
         "interrupted": result.interrupted,
+        "died": result.died,
         "results": [_result_dict(each, result) for each in result.results],
     }
 

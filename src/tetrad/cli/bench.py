@@ -90,6 +90,12 @@ def run_indexer_command(parser: argparse.ArgumentParser, parsed: argparse.Namesp
     if result.interrupted:
         print(f"tetrad: interrupted after {len(result.results)} results; these are what there is", file=sys.stderr)
         return 130
+    if result.died:
+        print(
+            f"tetrad: the device failed after {len(result.results)} results ({result.died}); the last case of the "
+            "table killed it, run it alone under compute-sanitizer",
+            file=sys.stderr,
+        )
     return 0 if result.clean else 1
 
 
