@@ -1,8 +1,8 @@
 """The indexer's scores on Hopper: FP4 and FP8 pages on the FP8 tensor cores.
 
 CUDA C++ (``sm90_scorer.cu``), compiled at run time. It is not written in Gluon, because reading, converting,
-multiplying and summing up only overlap when they are different warps' work: a warp that does nothing but start bulk
-copies into a ring of pages, warpgroups that take pages out of it as they come, and a warp that prepares the next
+multiplying and summing up only overlap when they are different warps' work: warps that do nothing but start bulk
+copies into a ring of pages, warpgroups that take pages out of it as they come, and warps that prepare the next
 query rows behind their backs. Triton 3.6 and 3.7 cannot say that: their warp specialisation hands tiles over through
 layouts of their own, and the first operand of the FP8 product, converted in registers, has to be read from a ring slot
 of 4352 bytes that a bulk copy without a tensor map has filled. docs/kernels.md has the figures and the reasons.
