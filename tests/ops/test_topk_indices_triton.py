@@ -77,7 +77,12 @@ def chosen(row: list[float], k: int) -> list[int]:
 
 
 def hard_rows(width: int, k: int, generator: torch.Generator) -> torch.Tensor:
-    """Rows where a top-k goes wrong: ties cut by k, both zeros, denormals, infinities, NaN of both signs."""
+    """Rows where a top-k goes wrong: ties cut by k, both zeros, denormals, infinities, NaN of both signs.
+
+    ``steep`` went wrong: where fewer than k scores lay within four octaves of the largest, the CUDA kernel's second
+    look counted some of them once more, took too few candidates and wrote past a list. Real scores, of which most are
+    negative, did that; normal numbers do not.
+    """
     normal = torch.randn(width, generator=generator)
     bits = torch.randint(-(2**31), 2**31 - 1, (width,), generator=generator).int()
     few = torch.zeros(width)
@@ -85,6 +90,14 @@ def hard_rows(width: int, k: int, generator: torch.Generator) -> torch.Tensor:
     rare = torch.full((width,), -torch.inf)
     rare[::3] = torch.nan
     rare[5::11] = -3.4e38
+    # nearly k within four octaves of the largest, most of them at the lower end; k right below these; the rest far below, so that a
+    # power of two of steps from there ends in the middle of the former
+    places = torch.randperm(width, generator=generator)
+    near, below = places[: max(2, k - k // 64 - 2)], places[k : 2 * k]
+    steep = torch.full((width,), -517.0)
+    steep[near] = 1 + torch.rand(len(near), generator=generator)
+    steep[near[0]] = 16
+    steep[below] = 0.5 + torch.rand(len(below), generator=generator) / 2
     return torch.stack(
         (
             normal,
@@ -101,6 +114,8 @@ def hard_rows(width: int, k: int, generator: torch.Generator) -> torch.Tensor:
             torch.where(normal > 1.5, torch.inf, normal),
             bits.view(torch.float32),
             (torch.tensor(1.0).view(torch.int32) + bits % 97).view(torch.float32),
+            steep,
+            (normal - 1.2) * 3000,
         )
     )
 

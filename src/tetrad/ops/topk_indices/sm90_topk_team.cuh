@@ -114,7 +114,9 @@ __device__ __forceinline__ void find_bin(Shared& shared, u32* bins, const Range&
             if (above + held < need) above += held, held = count[i], --bin;
         }
         const u32 low = bin ? range.low + ((bin - 1) << shift) + 1 : range.low;
-        const u32 limit = bin == BINS - 1 ? range.limit : range.low + (bin << shift);
+        // the keys above range.limit have been counted already, though this bin may go beyond it
+        const u32 reach = range.limit - range.low;
+        const u32 limit = range.low + (bin == BINS - 1 ? reach : min(bin << shift, reach));
         shared.found = uint4{low, limit, need - above, held};
     } else if (lane == 31 && inclusive < need) {
         shared.found = uint4{0, range.low - 1, need - inclusive, 0};
