@@ -76,8 +76,8 @@ class Keys:
             vectors = torch.randn(self.count, self.dim, generator=generator)
         given["pooled" if self.weight else "keys"] = spaced(vectors, self.gap)
         if self.layout is not None:
-            slots = torch.randperm(4 * 64, generator=generator)[: self.count] + 64
-            # the first of them is stored in the first slot of all, the last one in the last
+            # the first of them is stored in the first slot of all, the last one in the last, which no other may have
+            slots = torch.randperm(4 * 64 - 1, generator=generator)[: self.count] + 64
             slots[:1], slots[-1:] = 0, 5 * 64 - 1
             for index, slot in ((1, -1), (2, 5 * 64), (7, -(2**40)), (8, 2**40), (9, 5 * 64 + 63)):
                 if index < self.count - 1:
