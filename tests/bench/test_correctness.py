@@ -97,13 +97,13 @@ SCORES = torch.tensor([5.0, 1.0, 4.0, 4.0, 2.0, 3.0, -1.0], dtype=torch.float64)
 )
 def test_choices(places, message):
     """``[0, 2]`` and ``[0, 3]`` of equal scores are both right; everything else has one answer."""
-    fault = choice_fault(torch.tensor(places, dtype=torch.int32), SCORES)
+    fault = choice_fault(torch.tensor(places, dtype=torch.int32), SCORES, 1e-5)
     assert fault is None if message is None else message in (fault or "")
 
 
 @pytest.mark.parametrize("places", [[0, 2], [0, 3]])
 def test_ties_may_go_either_way(places):
-    assert choice_fault(torch.tensor(places, dtype=torch.int32), SCORES) is None
+    assert choice_fault(torch.tensor(places, dtype=torch.int32), SCORES, 1e-5) is None
 
 
 @pytest.mark.parametrize(("difference", "right"), [(0.9e-5, True), (1.2e-5, False)])
@@ -111,7 +111,9 @@ def test_the_gap_is_a_share_of_the_largest_score(difference, right):
     """fp32 sums in another order move a score by that much, whatever the size of the scores."""
     for size in (1e-20, 1.0, 1e20):
         scores = size * torch.tensor([1.0, 0.5 + difference, 0.5], dtype=torch.float64)
-        assert (choice_fault(torch.tensor([0, 2], dtype=torch.int32), scores) is None) is right
+        places = torch.tensor([0, 2], dtype=torch.int32)
+        assert (choice_fault(places, scores, 1e-5) is None) is right
+        assert choice_fault(places, scores, 0.0) is not None
 
 
 def test_plans():
