@@ -32,7 +32,7 @@ HEADS = (32, 64)
 FETCHERS = 2
 """Warps that fetch pages."""
 
-_FLAG_BYTES = 4096 + 8
+_FLAG_BYTES = 4096 + 24
 
 
 @dataclass(frozen=True, slots=True)

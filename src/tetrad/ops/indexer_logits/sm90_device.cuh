@@ -79,45 +79,48 @@ __device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(0xFFFFF
 #define TYPES "e5m2.e5m2"
 #endif
 
-__device__ __forceinline__ void multiply_step(float (&d)[16], const u32* a, u64 b, int add) {
+// The descriptor of a K-major operand in 128-byte swizzle, 1024 bytes from eight heads to the next: its upper half. The
+// lower one has the address, and alone moves on from one step to the next.
+constexpr u32 DESCRIPTOR_HIGH = 1u << 30 | 1024 >> 4;
+
+__device__ __forceinline__ void multiply_step(float (&d)[16], const u32* a, u32 b, int add) {
     asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %21, 0;\n"
+        "{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %21, 0;\nmov.b64 b, {%20, %22};\n"
         "wgmma.mma_async.sync.aligned.m64n32k32.f32." TYPES " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-        "}, {%16, %17, %18, %19}, %20, add, 1, 1;\n}"
+        "}, {%16, %17, %18, %19}, b, add, 1, 1;\n}"
         : ROW8(0), ROW8(8)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "r"(DESCRIPTOR_HIGH));
 }
 
-__device__ __forceinline__ void multiply_step(float (&d)[32], const u32* a, u64 b, int add) {
+__device__ __forceinline__ void multiply_step(float (&d)[32], const u32* a, u32 b, int add) {
     asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+        "{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %37, 0;\nmov.b64 b, {%36, %38};\n"
         "wgmma.mma_async.sync.aligned.m64n64k32.f32." TYPES " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
         "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {%32, %33, %34, %35}, %36, add, 1, 1;\n}"
+        "}, {%32, %33, %34, %35}, b, add, 1, 1;\n}"
         : ROW8(0), ROW8(8), ROW8(16), ROW8(24)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "r"(DESCRIPTOR_HIGH));
 }
 
-__device__ __forceinline__ void multiply_step(float (&d)[64], const u32* a, u64 b, int add) {
+__device__ __forceinline__ void multiply_step(float (&d)[64], const u32* a, u32 b, int add) {
     asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+        "{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %69, 0;\nmov.b64 b, {%68, %70};\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.f32." TYPES " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
         "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
         "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "
         "%59, %60, %61, %62, %63"
-        "}, {%64, %65, %66, %67}, %68, add, 1, 1;\n}"
+        "}, {%64, %65, %66, %67}, b, add, 1, 1;\n}"
         : ROW8(0), ROW8(8), ROW8(16), ROW8(24), ROW8(32), ROW8(40), ROW8(48), ROW8(56)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "r"(DESCRIPTOR_HIGH));
 }
 
 // Start the product of a page (64 keys x 128, in registers) and one or two query rows (heads x 128, in shared memory).
 template <int N>
 __device__ __forceinline__ void multiply(float (&d)[N], const u32 (&a)[16], u32 query) {
-    // the descriptor of a K-major operand in 128-byte swizzle, 1024 bytes from eight heads to the next
-    const u64 b = (u64)(1u << 30 | 1024 >> 4) << 32 | (query >> 4 | 1u << 16);
+    const u32 b = query >> 4 | 1u << 16;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int step = 0; step < 4; ++step) multiply_step(d, a + 4 * step, b + 2 * step, step);

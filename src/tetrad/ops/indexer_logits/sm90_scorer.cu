@@ -32,6 +32,7 @@ struct Meta {                                     // of a group of query rows in
 struct Slot {                                     // one page's place in the ring
     u8 page[PAGE_BYTES];
     u64 full, empty;
+    __device__ __forceinline__ void initialise() { barrier_init(&full, 1), barrier_init(&empty, 4); }
 };
 
 struct Shared {
@@ -40,10 +41,11 @@ struct Shared {
     float weight[2][ROWS][4 * WEIGHT_LANE];
     Meta meta[2];
     u64 query_full[2], query_empty[2];
-    u32 flags[FLAG_WORDS];
+    alignas(16) u32 flags[FLAG_WORDS];
     u32 flagged;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "sm90.py asks for the shared memory");
+static_assert(RING <= 2 * THREADS / 32 && FLAG_WORDS / 4 <= THREADS, "each warp initialises two places at most");
 static_assert(RING % GROUPS == 0 && RING % FETCHERS == 0, "a place has one consumer and one fetcher; see sm90.py");
 
 struct Arguments {
@@ -307,23 +309,30 @@ struct PageIds {
     }
 };
 
-// One of FETCHERS warps, which share the pages in turn.
+// One of FETCHERS warps, which share the pages in turn. Each lane starts the copies of the pages that it knows.
 __device__ __forceinline__ void fetch_pages(const Arguments& arg, Shared& shared, const Walk& walk, int4 rows,
                                             const int4* groups, int fetcher, int lane) {
     PageIds ids(arg, walk, rows, groups, lane);
     RingPlace<FETCHERS> place(fetcher);
-    int page = 0, ahead = 0, i = fetcher;
-    for (int count = ids.next(page), following; count; count = following, page = ahead) {
-        following = ids.next(ahead);
+    int page = 0, i = fetcher;
+    const u8* source;
+    auto start_copies = [&](int stop) {
 #pragma unroll 1
-        for (; i < count; i += FETCHERS, place.advance()) {
+        for (; i < stop; i += FETCHERS, place.advance()) {
             Slot& slot = place.slot(shared);
-            const i64 id = __shfl_sync(0xFFFFFFFFu, page, i);
             barrier_wait(&slot.empty, place.parity ^ 1);
-            if (lane == 0) copy_to_shared(slot.page, arg.cache + id * arg.page_stride, PAGE_BYTES, &slot.full);
+            if (lane == i) copy_to_shared(slot.page, source, PAGE_BYTES, &slot.full);
             __syncwarp();
         }
-        i -= count;
+    };
+    int count = ids.next(page);
+    source = arg.cache + page * arg.page_stride;
+    // as many as the ring has room for are on their way before anything else is looked up
+    start_copies(min(count, RING));
+    while (count) {
+        const int following = ids.next(page);
+        start_copies(count);
+        i -= count, count = following, source = arg.cache + page * arg.page_stride;
     }
 }
 
@@ -360,23 +369,27 @@ indexer_logits(const u8* q, const u8* q_scale, const float* weights, const u8* c
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *(Shared*)memory;
     const Arguments arg{q, q_scale, weights, cache, page_stride, tables, table_stride, visible_end, out, out_stride};
-    const int4 range = schedule[2 * blockIdx.x], rows = schedule[2 * blockIdx.x + 1];
+    int4 range = schedule[2 * blockIdx.x], rows = schedule[2 * blockIdx.x + 1];
     const int4* groups = schedule + 2 * gridDim.x;
+    // all this while the schedule is on its way. A warp initialises one barrier after the other, so all take part
+    const int thread = threadIdx.x, warp = uniform(thread >> 5), lane = thread & 31;
+    if (thread < FLAG_WORDS / 4) ((uint4*)shared.flags)[thread] = make_uint4(0, 0, 0, 0);
+    if (lane == 0) {
+        if (warp < RING) shared.ring[warp].initialise();
+        if (warp + THREADS / 32 < RING) shared.ring[warp + THREADS / 32].initialise();
+        if (warp < 2) {
+            shared.meta[0].wide[warp] = 0, shared.flagged = 0;
+            barrier_init(&shared.query_full[warp], QUERY_WARPS);
+            barrier_init(&shared.query_empty[warp], 4 * GROUPS);
+        }
+        barriers_initialised();
+    }
+    __syncthreads();
+    // in this form the compiler cannot wait for it before the barrier
+    range = make_int4(uniform(range.x), uniform(range.y), uniform(range.z), uniform(range.w));
+    rows = make_int4(uniform(rows.x), uniform(rows.y), uniform(rows.z), uniform(rows.w));
     const Walk walk{range.x, range.y, range.z, range.w};
     if (walk.group == walk.last_group && walk.first_tile == walk.last_tile) return;
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-    for (int i = thread; i < FLAG_WORDS; i += THREADS) shared.flags[i] = 0;
-    if (thread < 2) shared.meta[0].wide[thread] = 0;
-    if (thread < RING) barrier_init(&shared.ring[thread].full, 1), barrier_init(&shared.ring[thread].empty, 4);
-    if (thread == 0) {
-        shared.flagged = 0;
-        for (int i = 0; i < 2; ++i) {
-            barrier_init(&shared.query_full[i], QUERY_WARPS);
-            barrier_init(&shared.query_empty[i], 4 * GROUPS);
-        }
-    }
-    if (thread < 32) barriers_initialised();
-    __syncthreads();
     if (thread >= CONSUMERS) {
         // these need few registers and leave theirs to the consumers
         fewer_registers<HELPER_REGISTERS>();
