@@ -99,7 +99,7 @@ struct Lane {
     u32 data_at, scale_at;  // where it finds its part of a page
 };
 
-// A page on its way from the ring to the tensor cores: it is loaded while the one before is multiplied.
+// A page on its way from the ring to the tensor cores.
 struct Page {
     Raw raw;
     Tables tables;
@@ -138,31 +138,34 @@ struct Page {
 };
 
 // The products of one page and its rows, as many at a time as go together; ``row`` ends at the first that is left over.
-// ALL_VISIBLE: every row sees the whole page. ``sums`` and ``target`` are what is not written yet, before and after.
+// ALL_VISIBLE: every row sees the whole page. While a product is under way, what a warpgroup asks of shared memory or of
+// another lane waits for it, as all of these go through one queue: so weights are loaded before and sums are added up
+// after it. The next page may wait, since nothing else needs it as early.
 template <bool ALL_VISIBLE>
-__device__ __forceinline__ void multiply_rows(Shared& shared, const Meta& meta, RingPlace<GROUPS>& place,
+__device__ __forceinline__ void multiply_rows(Shared& shared, const Meta& meta, const RingPlace<GROUPS>& place,
                                               const Lane& own, const Tile& tile, Page& page, bool more, u32 query,
                                               const u8* weights, int beyond, int rows, i64 out_step, int& row,
-                                              float*& next, float*& target, Sums<1 + PAIRS>& sums) {
+                                              float*& out) {
     const int lane = own.lane;
     u32 weights_at = 0;
     for (; row + PAIRS < rows; row += 1 + PAIRS) {
         float d[(1 + PAIRS) * ACCUMULATORS];
         Weights w;
+        Sums<1 + PAIRS> sums;
+        w.load(weights + weights_at);
         multiply(d, tile.a, query);
         if (row == 0 && more) page.load(place.slot(shared), place.parity, own);
-        w.load(weights + weights_at);
-        sums.write(target, lane);
         sums.scale = tile.scale, sums.room = 1;
         if (!ALL_VISIBLE) sums.room = meta.visible_end[row + (PAIRS ? lane >> 1 & 1 : 0)] - beyond;
         if (!PAIRS && lane & 2) sums.room = 0;
-        target = next, next += out_step;
         wait_for_product(d, tile.a);
         weighted_sum<0>(d, w, sums.a[0], sums.b[0]);
         if (PAIRS) {
             w.load(weights + weights_at + 16 * WEIGHT_LANE);
             weighted_sum<PAIRS * ACCUMULATORS>(d, w, sums.a[PAIRS], sums.b[PAIRS]);
         }
+        sums.write(out, lane);
+        out += out_step;
         weights_at += (1 + PAIRS) * 16 * WEIGHT_LANE, query += (1 + PAIRS) * QUERY_BYTES;
         keep(weights_at);
     }
@@ -201,7 +204,7 @@ __device__ __forceinline__ void consume(const Arguments& arg, Shared& shared, in
         if (rows == 1) {
             Weights w;
             w.load(weights);
-            Sums<1> sums;
+            Sums<1> sums;  // of the tile before; they are added up and written between two products
             sums.a[0] = sums.b[0] = sums.scale = 0.0f, sums.room = 0;
             int room = lane & 2 ? 0 : meta.visible_end[0] - column - i * 64;
             out += i * 64;
@@ -210,12 +213,11 @@ __device__ __forceinline__ void consume(const Arguments& arg, Shared& shared, in
                 float d[ACCUMULATORS];
                 page.take(shared, place.slot(shared), tiles_before + i, own, first + i * 64, threshold, end, tile);
                 place.advance();
-                multiply(d, tile.a, query);
-                // while the tensor cores multiply
-                if (i + GROUPS < tiles) page.load(place.slot(shared), place.parity, own);
                 sums.write(out - GROUPS * 64, lane);
+                multiply(d, tile.a, query);
                 sums.scale = tile.scale, sums.room = room;
                 wait_for_product(d, tile.a);
+                if (i + GROUPS < tiles) page.load(place.slot(shared), place.parity, own);
                 page.look(threshold, lane);
                 weighted_sum<0>(d, w, sums.a[0], sums.b[0]);
                 out += GROUPS * 64, room -= GROUPS * 64;
@@ -226,11 +228,6 @@ __device__ __forceinline__ void consume(const Arguments& arg, Shared& shared, in
             out += (lane >> 1 & 1) * arg.out_stride;
 #endif
             const int least_end = uniform(meta.least_end) - first_tile * 64;
-            Sums<1 + PAIRS> sums;
-#pragma unroll
-            for (int k = 0; k < 1 + PAIRS; ++k) sums.a[k] = sums.b[k] = 0.0f;
-            sums.scale = 0.0f, sums.room = 0;
-            float* target = out;  // of the sums that are not written yet
             const i64 out_step = meta.out_step;
             for (; i < tiles; i += GROUPS) {
                 Tile tile;
@@ -243,17 +240,17 @@ __device__ __forceinline__ void consume(const Arguments& arg, Shared& shared, in
                 // most tiles are seen by all rows
                 if ((i + 1) * 64 <= least_end)
                     multiply_rows<true>(shared, meta, place, own, tile, page, more, query, weights, 0, rows, out_step,
-                                        row, next, target, sums);
+                                        row, next);
                 else
                     multiply_rows<false>(shared, meta, place, own, tile, page, more, query, weights, beyond, rows,
-                                         out_step, row, next, target, sums);
+                                         out_step, row, next);
                 if (row < rows) {
-                    // the last row of an odd number; its sums do not wait, so that those of a pair can
+                    // the last row of an odd number
                     Sums<1> alone;
                     float d[ACCUMULATORS];
                     Weights w;
-                    multiply(d, tile.a, query + row * QUERY_BYTES);
                     w.load(weights + row * (16 * WEIGHT_LANE));
+                    multiply(d, tile.a, query + row * QUERY_BYTES);
                     alone.scale = tile.scale;
                     alone.room = lane & 2 ? 0 : meta.visible_end[row] - beyond;
                     wait_for_product(d, tile.a);
@@ -262,7 +259,6 @@ __device__ __forceinline__ void consume(const Arguments& arg, Shared& shared, in
                 }
                 page.look(threshold, lane);
             }
-            sums.write(target, lane);
         }
         skip = i - tiles;
         tiles_before += tiles;

@@ -29,8 +29,7 @@ __device__ __forceinline__ void weighted_sum(const float (&d)[N], const Weights&
     a = first[0] + first[1], b = second[0] + second[1];
 }
 
-// A lane's share of the sums of one or two query rows. They are added up over the quad and written while the next
-// product is being computed.
+// A lane's share of the sums of one or two query rows.
 template <int COUNT>
 struct Sums {
     float a[COUNT], b[COUNT];
