@@ -47,16 +47,30 @@ def unavailable() -> str | None:
     return None if found else "the cuda-core package is not installed; pip install 'tetrad[cuda]' brings it"
 
 
+EARLY_START = """
+// A kernel that is compiled with early_start may begin while the one before it in the stream still runs. What that one
+// writes, and what it reads that this one writes, is out of bounds until wait_for_kernels_before() returns.
+__device__ __forceinline__ void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// From when all thread blocks have said this, or ended, the next kernel's may take the place of those that have ended.
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" :::); }
+
+"""
+"""Source that stands before that of a kernel with an early start; from Hopper on. Without one both do nothing."""
+
+
 class CudaKernel:
     """A compiled kernel on one device."""
 
-    def __init__(self, kernel: Any, code: Any, device: int, shared_bytes: int) -> None:
+    def __init__(self, kernel: Any, code: Any, device: int, shared_bytes: int, early_start: bool) -> None:
         self._core = _cuda_core()
         self._kernel = kernel
         # unloading the code would invalidate the kernel
         self._code = code
         self.device = device
         self.shared_bytes = shared_bytes
+        # releases of cuda-core before 1.0 do not know it; then the kernel starts when the one before has ended
+        early_start = early_start and hasattr(self._core.LaunchConfig, "programmatic_stream_serialization")
+        self._options = {"programmatic_stream_serialization": True} if early_start else {}
         self._configs: dict[tuple, Any] = {}
         # torch's streams live as long as the process, and cuda-core does not own what it wraps
         self._streams: dict[int, Any] = {}
@@ -75,7 +89,7 @@ class CudaKernel:
             config = self._configs.get(key)
             if config is None:
                 sizes = {"grid": (*grid, 1, 1)[:3], "block": (*block, 1, 1)[:3]}
-                config = self._core.LaunchConfig(**sizes, shmem_size=self.shared_bytes)
+                config = self._core.LaunchConfig(**sizes, shmem_size=self.shared_bytes, **self._options)
                 self._configs[key] = config
             stream = self._stream(torch.cuda.current_stream(self.device).cuda_stream)
             self._core.launch(stream, config, self._kernel, *map(_argument, arguments))
@@ -96,12 +110,14 @@ def cuda_kernel(
     defines: tuple[tuple[str, int | str], ...] = (),
     shared_bytes: int = 0,
     max_registers: int | None = None,
+    early_start: bool = False,
 ) -> CudaKernel:
     """The kernel ``name`` of a CUDA C++ source, compiled for ``device``; the same object for the same arguments.
 
     :param defines: macros (name, value)
     :param shared_bytes: dynamic shared memory of every launch; more than 48 KiB is asked for here
     :param max_registers: a limit for each thread
+    :param early_start: the source begins with :data:`EARLY_START` and keeps to it
     :raises ConfigError: where nothing can be compiled, or the device has less shared memory
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -116,7 +132,7 @@ def cuda_kernel(
                     f"the kernel {name} needs {shared_bytes} bytes of shared memory; {device} has {limit}"
                 )
             _allow_shared(kernel, index, shared_bytes)
-        return CudaKernel(kernel, code, index, shared_bytes)
+        return CudaKernel(kernel, code, index, shared_bytes, early_start)
 
 
 def compile_cubin(

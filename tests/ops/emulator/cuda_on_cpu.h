@@ -26,6 +26,9 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline int2 make_int2(int x, int y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+// kernels run one after the other here
+inline void wait_for_kernels_before() {}
+inline void let_next_kernel_start() {}
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 template <class T> inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> inline T max(T a, T b) { return a < b ? b : a; }
@@ -160,4 +163,5 @@ inline int __reduce_min_sync(unsigned, int x) {
     for (int i = 0; i < 32; ++i) least = min(least, emulator::value<int>(all[i]));
     return least;
 }
+inline int atomicAdd(int* at, int x) { int old = *at; *at += x; return old; }
 inline unsigned atomicOr(unsigned* at, unsigned x) { unsigned old = *at; *at |= x; return old; }

@@ -1,8 +1,8 @@
 // The lightning indexer's scores on Hopper, FP4 and FP8 pages on the FP8 tensor cores. sm90.py compiles this and says
 // how it is launched; docs/kernels.md says how it works. Macros: HEADS (32 or 64), FP8 (0 or 1), GROUPS (consumer
 // warpgroups), PAIRS (0 or 1: whether two query rows go through the tensor cores at once), RING (pages in flight, a
-// multiple of GROUPS and of FETCHERS), FETCHERS (warps that fetch pages), ROWS (of a group at most), CONSUMER_REGISTERS
-// and HELPER_REGISTERS (of a thread).
+// multiple of GROUPS and of FETCHERS), FETCHERS (warps that fetch pages), ROWS (of a group at most), CLAIMS (pieces of
+// other shares that a block takes at most), COUNTERS, CONSUMER_REGISTERS and HELPER_REGISTERS (of a thread).
 
 #include "sm90_device.cuh"
 
@@ -35,17 +35,31 @@ struct Slot {                                     // one page's place in the rin
     __device__ __forceinline__ void initialise() { barrier_init(&full, 1), barrier_init(&empty, 4); }
 };
 
+// The part of the schedule that a thread block walks: groups of rows and, of the first and the last, some of the tiles.
+struct Walk {
+    int group, first_tile, last_group, last_tile;
+    __device__ __forceinline__ bool empty() const { return group == last_group && first_tile == last_tile; }
+};
+
+// A piece of another block's share that this one has taken, and its group's entry; empty after the last one.
+struct alignas(16) Claim {
+    Walk walk;
+    int4 rows;
+};
+
 struct Shared {
     u8 query[2][ROWS][QUERY_BYTES];
     Slot ring[RING];
     float weight[2][ROWS][4 * WEIGHT_LANE];
     Meta meta[2];
     u64 query_full[2], query_empty[2];
+    Claim claims[CLAIMS + 1];
+    u64 claimed[CLAIMS + 1];
     alignas(16) u32 flags[FLAG_WORDS];
     u32 flagged;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "sm90.py asks for the shared memory");
-static_assert(RING <= 2 * THREADS / 32 && FLAG_WORDS / 4 <= THREADS, "each warp initialises two places at most");
+static_assert(RING <= 2 * THREADS / 32 && CLAIMS < 2 * THREADS / 32 && FLAG_WORDS / 4 <= THREADS, "what starts a block");
 static_assert(RING % GROUPS == 0 && RING % FETCHERS == 0, "a place has one consumer and one fetcher; see sm90.py");
 
 struct Arguments {
@@ -59,6 +73,11 @@ struct Arguments {
     const int* visible_end;
     float* out;
     i64 out_stride;
+    const int4* schedule;  // see plan_indexer/sm90.py; a thread block has one share
+    int counter;
+    __device__ __forceinline__ const int4* tails() const { return schedule + 2 * gridDim.x; }
+    __device__ __forceinline__ int* counters() const { return (int*)(schedule + 3 * gridDim.x) + 2 * counter; }
+    __device__ __forceinline__ const int4* groups() const { return schedule + 3 * gridDim.x + COUNTERS / 2; }
 };
 
 #include "sm90_convert.cuh"
@@ -77,20 +96,7 @@ struct RingPlace {
 
 #include "sm90_sums.cuh"
 
-// The part of the schedule that a thread block walks: groups of rows and, of the first and the last, some of the tiles.
-struct Walk {
-    int group, first_tile, last_group, last_tile;
-};
-
-__device__ __forceinline__ bool next_segment(const Walk& walk, const int4* groups, int group, int4& rows, int& first,
-                                             int& last) {
-    if (group > walk.last_group || (group == walk.last_group && walk.last_tile == 0)) return false;
-    rows = groups[group];
-    first = group == walk.group ? walk.first_tile : 0;
-    last = group == walk.last_group ? walk.last_tile : (rows.w + 63) >> 6;
-    return true;
-}
-
+#include "sm90_schedule.cuh"
 #include "sm90_exact.cuh"
 
 // What a lane of a consumer keeps through all tiles rather than work it out anew.
@@ -267,112 +273,22 @@ __device__ __forceinline__ void consume(const Arguments& arg, Shared& shared, in
     }
 }
 
-// The pages of a share in the order in which they are consumed, 32 ids at a time. Ids, and the requests they belong to,
-// are loaded ahead of their use.
-struct PageIds {
-    const Arguments& arg;
-    const int4* groups;
-    int group, tile, last_group, last_tile;
-    int lane;
-    int base, known = 1, request, end;  // groups of which lane ``group - base`` knows the request and the end
-
-    // ``rows`` is the first group's entry, which the share's record has too: it need not be looked up
-    __device__ __forceinline__ PageIds(const Arguments& arg, const Walk& walk, int4 rows, const int4* groups, int lane)
-        : arg(arg), groups(groups), group(walk.group), tile(walk.first_tile), lane(lane) {
-        const bool whole = walk.last_tile == 0;
-        last_group = walk.last_group - whole, last_tile = whole ? 0x7FFFFFFF : walk.last_tile;
-        base = group, request = rows.z, end = rows.w;
-    }
-    __device__ __forceinline__ void look_up() {
-        base = group, known = 32;
-        const int4 rows = groups[min(base + lane, last_group)];
-        request = rows.z, end = rows.w;
-    }
-    // The number of pages in the next batch, 0 after the last one, and this lane's id.
-    __device__ __forceinline__ int next(int& page) {
-        for (; group <= last_group; ++group, tile = 0) {
-            if (group - base == known) look_up();
-            int last = (__shfl_sync(0xFFFFFFFFu, end, group - base) + 63) >> 6;
-            if (group == last_group) last = min(last, last_tile);
-            if (tile >= last) continue;
-            const i64 row = __shfl_sync(0xFFFFFFFFu, request, group - base);
-            const int count = min(32, last - tile);
-            page = lane < count ? arg.tables[row * arg.table_stride + tile + lane] : 0;
-            tile += count;
-            return count;
-        }
-        return 0;
-    }
-};
-
-// One of FETCHERS warps, which share the pages in turn. Each lane starts the copies of the pages that it knows.
-__device__ __forceinline__ void fetch_pages(const Arguments& arg, Shared& shared, const Walk& walk, int4 rows,
-                                            const int4* groups, int fetcher, int lane) {
-    PageIds ids(arg, walk, rows, groups, lane);
-    RingPlace<FETCHERS> place(fetcher);
-    int page = 0, i = fetcher;
-    const u8* source;
-    auto start_copies = [&](int stop) {
-#pragma unroll 1
-        for (; i < stop; i += FETCHERS, place.advance()) {
-            Slot& slot = place.slot(shared);
-            barrier_wait(&slot.empty, place.parity ^ 1);
-            if (lane == i) copy_to_shared(slot.page, source, PAGE_BYTES, &slot.full);
-            __syncwarp();
-        }
-    };
-    int count = ids.next(page);
-    source = arg.cache + page * arg.page_stride;
-    // as many as the ring has room for are on their way before anything else is looked up
-    start_copies(min(count, RING));
-    while (count) {
-        const int following = ids.next(page);
-        start_copies(count);
-        i -= count, count = following, source = arg.cache + page * arg.page_stride;
-    }
-}
-
-// One of QUERY_WARPS warps, which share the heads of a row.
-__device__ __forceinline__ void fetch_queries(const Arguments& arg, Shared& shared, const Walk& walk,
-                                              const int4* groups, int part, int lane) {
-    int4 rows;
-    int first, last;
-    u32 count = 1;
-    for (int group = walk.group + 1; next_segment(walk, groups, group, rows, first, last); ++group, ++count) {
-        const u32 side = count & 1;
-        barrier_wait(&shared.query_empty[side], (count >> 1 & 1) ^ 1);
-        int wide = 0;
-        for (int row = 0; row < rows.y; ++row)
-            convert_query(arg, shared, side, row, rows.x + row, part * 32 + lane, QUERY_WARPS * 32, wide);
-        wide = __any_sync(0xFFFFFFFFu, wide);
-        if (part == 0) write_meta(arg, shared, side, rows, first, last, lane);
-        if (lane == 0) shared.meta[side].wide[part] = wide;
-        to_tensor_cores();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&shared.query_full[side]);
-    }
-    barrier_wait(&shared.query_empty[count & 1], (count >> 1 & 1) ^ 1);
-    if (lane == 0) {
-        shared.meta[count & 1].rows = 0;
-        barrier_arrive(&shared.query_full[count & 1]);
-    }
-}
+#include "sm90_fetch.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 indexer_logits(const u8* q, const u8* q_scale, const float* weights, const u8* cache, i64 page_stride,
                const int* tables, i64 table_stride, const int* visible_end, float* out, i64 out_stride,
-               const int4* schedule) {
+               const int4* schedule, int counter) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *(Shared*)memory;
-    const Arguments arg{q, q_scale, weights, cache, page_stride, tables, table_stride, visible_end, out, out_stride};
-    int4 range = schedule[2 * blockIdx.x], rows = schedule[2 * blockIdx.x + 1];
-    const int4* groups = schedule + 2 * gridDim.x;
-    // all this while the schedule is on its way. A warp initialises one barrier after the other, so all take part
+    // a warp initialises one barrier after the other, so all take part
     const int thread = threadIdx.x, warp = uniform(thread >> 5), lane = thread & 31;
     if (thread < FLAG_WORDS / 4) ((uint4*)shared.flags)[thread] = make_uint4(0, 0, 0, 0);
     if (lane == 0) {
         if (warp < RING) shared.ring[warp].initialise();
         if (warp + THREADS / 32 < RING) shared.ring[warp + THREADS / 32].initialise();
+        if (warp <= CLAIMS) barrier_init(&shared.claimed[warp], 1);
+        if (warp + THREADS / 32 <= CLAIMS) barrier_init(&shared.claimed[warp + THREADS / 32], 1);
         if (warp < 2) {
             shared.meta[0].wide[warp] = 0, shared.flagged = 0;
             barrier_init(&shared.query_full[warp], QUERY_WARPS);
@@ -380,20 +296,29 @@ indexer_logits(const u8* q, const u8* q_scale, const float* weights, const u8* c
         }
         barriers_initialised();
     }
+    let_next_kernel_start();
+    wait_for_kernels_before();
+    const Arguments arg{q,           q_scale, weights,    cache,    page_stride, tables, table_stride,
+                        visible_end, out,     out_stride, schedule, counter};
+    int4 range = schedule[2 * blockIdx.x], rows = schedule[2 * blockIdx.x + 1], tail = arg.tails()[blockIdx.x];
     __syncthreads();
-    // in this form the compiler cannot wait for it before the barrier
+    // in this form the compiler cannot wait for them before the barrier
     range = make_int4(uniform(range.x), uniform(range.y), uniform(range.z), uniform(range.w));
     rows = make_int4(uniform(rows.x), uniform(rows.y), uniform(rows.z), uniform(rows.w));
-    const Walk walk{range.x, range.y, range.z, range.w};
-    if (walk.group == walk.last_group && walk.first_tile == walk.last_tile) return;
+    tail = make_int4(uniform(tail.x), uniform(tail.y), uniform(tail.z), uniform(tail.w));
+    const Walk walk = own_walk(range, tail);
+    if (walk.empty()) {
+        if (tail.w && thread == 0) leave(arg);
+        return;
+    }
     if (thread >= CONSUMERS) {
         // these need few registers and leave theirs to the consumers
         fewer_registers<HELPER_REGISTERS>();
         const int helper = warp - CONSUMERS / 32;
         if (helper < FETCHERS)
-            fetch_pages(arg, shared, walk, rows, groups, helper, lane);
+            fetch_pages(arg, shared, walk, rows, tail.w, helper, lane);
         else
-            fetch_queries(arg, shared, walk, groups, helper - FETCHERS, lane);
+            fetch_queries(arg, shared, walk, tail.w, helper - FETCHERS, lane);
     } else {
         more_registers<CONSUMER_REGISTERS>();
         // the first rows are converted by all, the later ones by two warps behind the consumers' backs
@@ -408,6 +333,6 @@ indexer_logits(const u8* q, const u8* q_scale, const float* weights, const u8* c
         if (thread < QUERY_WARPS) barrier_arrive(&shared.query_full[0]);
         consume(arg, shared, thread);
         meet<CONSUMERS>();
-        if (shared.flagged) redo(arg, shared, walk, groups, warp, lane);
+        if (shared.flagged) redo(arg, shared, warp, lane);
     }
 }
