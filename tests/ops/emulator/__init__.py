@@ -22,25 +22,21 @@ from tetrad.ops.plan_indexer import sm90 as sm90_plan
 SHARES = 3
 """Thread blocks that an emulated scorer has: several, so that shares begin and end inside groups."""
 
-LEAST_COST = 40
-"""A device has no tails in such small problems as can be emulated."""
-
 _HERE = Path(__file__).parent
 
 _SCORER_MAIN = """
 static Arguments emulated;
 static const int4* emulated_schedule;
-static int emulated_counter;
 static void emulated_body() {
     indexer_logits(emulated.q, emulated.q_scale, emulated.weights, emulated.cache, emulated.page_stride,
                    emulated.tables, emulated.table_stride, emulated.visible_end, emulated.out, emulated.out_stride,
-                   emulated_schedule, emulated_counter);
+                   emulated_schedule);
 }
 extern "C" void run(const u8* q, const u8* q_scale, const float* weights, const u8* cache, i64 page_stride,
                     const int* tables, i64 table_stride, const int* visible_end, float* out, i64 out_stride,
-                    const int4* schedule, int counter, int blocks, unsigned seed) {
-    emulated = {q, q_scale, weights, cache, page_stride, tables, table_stride, visible_end, out, out_stride};
-    emulated_schedule = schedule, emulated_counter = counter;
+                    const int4* schedule, int blocks, unsigned seed) {
+    emulated = Arguments{q, q_scale, weights, cache, page_stride, tables, table_stride, visible_end, out, out_stride};
+    emulated_schedule = schedule;
     for (int block = 0; block < blocks; ++block) {
         memset(memory, 0xFF, sizeof memory);
         barriers.clear();
@@ -89,9 +85,9 @@ def _scorer(variant: sm90.Variant, dtype: IndexDtype, heads: int) -> ctypes.CDLL
 
 
 @functools.cache
-def _plan(threads: int, least_cost: int) -> ctypes.CDLL:
+def _plan(threads: int) -> ctypes.CDLL:
     source = re.sub(r"^    __shared__", "    static", sm90_plan.source().replace(EARLY_START, ""), flags=re.MULTILINE)
-    return _build('#include "cuda_on_cpu.h"\n' + source + _PLAN_MAIN, sm90_plan.defines(threads, least_cost))
+    return _build('#include "cuda_on_cpu.h"\n' + source + _PLAN_MAIN, sm90_plan.defines(threads))
 
 
 def _address(x: Tensor) -> ctypes.c_void_p:
@@ -99,21 +95,14 @@ def _address(x: Tensor) -> ctypes.c_void_p:
 
 
 def emulated_plan(
-    row_request: Tensor,
-    visible_end: Tensor,
-    width: int,
-    slots: int,
-    *,
-    threads: int = 128,
-    shares: int = SHARES,
-    least_cost: int = LEAST_COST,
+    row_request: Tensor, visible_end: Tensor, width: int, slots: int, *, threads: int = 128, shares: int = SHARES
 ) -> tuple[Tensor, Tensor]:
-    """(buffer, schedule) as the device would make them; shares have tails from ``least_cost`` units on."""
+    """(buffer, schedule) as the device would make them."""
     rows = row_request.shape[0]
     buffer = torch.full((slots, 4), -7, dtype=torch.int32)
-    schedule = torch.full((sm90_plan.schedule_size(rows, shares) + 1, 4), -7, dtype=torch.int32)
+    schedule = torch.full((2 * shares + rows + 1, 4), -7, dtype=torch.int32)
     schedule = schedule[(-schedule.data_ptr()) % 16 // 16 :]
-    _plan(threads, least_cost).run(
+    _plan(threads).run(
         _address(row_request), _address(visible_end), rows, slots, max(1, -(-width // 256)), _address(buffer), shares,
         _address(schedule), 0,
     )  # fmt: skip
@@ -129,7 +118,5 @@ def emulated_scores(
     _scorer(variant, dtype, q.shape[1]).run(
         _address(q), _address(q_scale), _address(weights), _address(cache), ctypes.c_int64(cache.stride(0)),
         _address(tables), ctypes.c_int64(tables.stride(0)), _address(visible_end), _address(out),
-        ctypes.c_int64(out.stride(0)), _address(schedule), seed % sm90_plan.COUNTERS, shares, seed,
+        ctypes.c_int64(out.stride(0)), _address(schedule), shares, seed,
     )  # fmt: skip
-    counters = schedule[3 * shares :][: sm90_plan.COUNTERS // 2]
-    assert not counters.any(), "the next launch would find pieces handed out"

@@ -163,5 +163,4 @@ inline int __reduce_min_sync(unsigned, int x) {
     for (int i = 0; i < 32; ++i) least = min(least, emulator::value<int>(all[i]));
     return least;
 }
-inline int atomicAdd(int* at, int x) { int old = *at; *at += x; return old; }
 inline unsigned atomicOr(unsigned* at, unsigned x) { unsigned old = *at; *at |= x; return old; }

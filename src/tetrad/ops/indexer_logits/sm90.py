@@ -8,15 +8,13 @@ layouts of their own, and the first operand of the FP8 product, converted in reg
 of 4352 bytes that a bulk copy without a tensor map has filled. docs/kernels.md has the figures and the reasons.
 
 One persistent thread block for each multiprocessor walks its share of the schedule
-(:mod:`tetrad.ops.plan_indexer.sm90`), and then pieces of other shares, as long as there are any. Launches that use one
-plan at the same time count pieces in places of their own, as long as they are no more than ``COUNTERS``.
+(:mod:`tetrad.ops.plan_indexer.sm90`).
 Scores do not depend on the schedule: every one is the same sum in the same order, whichever warpgroup computes it.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,7 @@ from torch import Tensor
 from tetrad.geometry import IndexDtype, IndexLayout
 from tetrad.ops.nvrtc import EARLY_START, CudaKernel, cuda_kernel
 from tetrad.ops.plan_indexer import IndexerPlan, plan_indexer
-from tetrad.ops.plan_indexer.sm90 import COUNTERS, GROUP_ROWS, new_schedule, shares
+from tetrad.ops.plan_indexer.sm90 import GROUP_ROWS, new_schedule, shares
 
 HEAD_DIM = 128
 HEADS = (32, 64)
@@ -34,11 +32,7 @@ HEADS = (32, 64)
 FETCHERS = 2
 """Warps that fetch pages."""
 
-CLAIMS = 15
-"""Pieces that a thread block takes at most."""
-
 _FLAG_BYTES = 4096 + 24
-_launches = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +62,10 @@ class Variant:
         return 65536 // self.threads // 8 * 8
 
     def shared_bytes(self, dtype: IndexDtype, heads: int) -> int:
-        """Dynamic shared memory: query rows, pages, head weights, descriptions, barriers, claims, marks."""
+        """Dynamic shared memory: query rows, pages, head weights, their descriptions, barriers, marks."""
         query = heads * HEAD_DIM + (heads // 4 + 4) * 16 + 4
         slot = IndexLayout(dtype, HEAD_DIM).page_bytes + 16
-        return 2 * (GROUP_ROWS * query + 40 + 16) + self.ring * slot + (CLAIMS + 1) * 40 + _FLAG_BYTES
+        return 2 * (GROUP_ROWS * query + 40 + 16) + self.ring * slot + _FLAG_BYTES
 
     def defines(self, dtype: IndexDtype, heads: int) -> tuple[tuple[str, int | str], ...]:
         return (
@@ -82,8 +76,6 @@ class Variant:
             ("FETCHERS", FETCHERS),
             ("PAIRS", int(self.pairs)),
             ("ROWS", GROUP_ROWS),
-            ("CLAIMS", CLAIMS),
-            ("COUNTERS", COUNTERS),
             ("CONSUMER_REGISTERS", self.consumer_registers),
             ("HELPER_REGISTERS", self.helper_registers),
             ("SHARED_BYTES", self.shared_bytes(dtype, heads)),
@@ -155,7 +147,6 @@ def indexer_logits(
         out,
         out.stride(0),
         schedule,
-        next(_launches) % COUNTERS,
     )
 
 

@@ -99,12 +99,12 @@ __device__ __forceinline__ bool query_is_wide(const Arguments& arg, i64 row, int
     return __any_sync(0xFFFFFFFFu, wide);
 }
 
-// The marked tiles of one walk; ``count`` is the number of the first one.
-__device__ __forceinline__ void redo_walk(const Arguments& arg, const Shared& shared, const Walk& walk, u32& count,
-                                          int warp, int lane) {
+__device__ __forceinline__ void redo(const Arguments& arg, const Shared& shared, const Walk& walk, const int4* groups,
+                                     int warp, int lane) {
+    u32 count = 0;
     int4 rows;
     int first, last;
-    for (int group = walk.group; next_segment(walk, arg.groups(), group, rows, first, last); ++group) {
+    for (int group = walk.group; next_segment(walk, groups, group, rows, first, last); ++group) {
         for (int tile = first; tile < last; ++tile, ++count) {
             u32 bit = count % (FLAG_WORDS * 32);
             if (!((shared.flags[bit >> 5] >> (bit & 31)) & 1)) continue;
@@ -129,17 +129,5 @@ __device__ __forceinline__ void redo_walk(const Arguments& arg, const Shared& sh
                 }
             }
         }
-    }
-}
-
-__device__ __forceinline__ void redo(const Arguments& arg, Shared& shared, int warp, int lane) {
-    u32 count = 0;
-    const int4 tail = arg.tails()[blockIdx.x];
-    Walk walk = own_walk(arg.schedule[2 * blockIdx.x], tail);
-    for (int number = 0;; ++number) {
-        redo_walk(arg, shared, walk, count, warp, lane);
-        if (!tail.w) return;
-        walk = await_claim(shared, number).walk;
-        if (walk.empty()) return;
     }
 }

@@ -1,8 +1,8 @@
 // The lightning indexer's scores on Hopper, FP4 and FP8 pages on the FP8 tensor cores. sm90.py compiles this and says
 // how it is launched; docs/kernels.md says how it works. Macros: HEADS (32 or 64), FP8 (0 or 1), GROUPS (consumer
 // warpgroups), PAIRS (0 or 1: whether two query rows go through the tensor cores at once), RING (pages in flight, a
-// multiple of GROUPS and of FETCHERS), FETCHERS (warps that fetch pages), ROWS (of a group at most), CLAIMS (pieces of
-// other shares that a block takes at most), COUNTERS, CONSUMER_REGISTERS and HELPER_REGISTERS (of a thread).
+// multiple of GROUPS and of FETCHERS), FETCHERS (warps that fetch pages), ROWS (of a group at most), CONSUMER_REGISTERS
+// and HELPER_REGISTERS (of a thread).
 
 #include "sm90_device.cuh"
 
@@ -35,31 +35,17 @@ struct Slot {                                     // one page's place in the rin
     __device__ __forceinline__ void initialise() { barrier_init(&full, 1), barrier_init(&empty, 4); }
 };
 
-// The part of the schedule that a thread block walks: groups of rows and, of the first and the last, some of the tiles.
-struct Walk {
-    int group, first_tile, last_group, last_tile;
-    __device__ __forceinline__ bool empty() const { return group == last_group && first_tile == last_tile; }
-};
-
-// A piece of another block's share that this one has taken, and its group's entry; empty after the last one.
-struct alignas(16) Claim {
-    Walk walk;
-    int4 rows;
-};
-
 struct Shared {
     u8 query[2][ROWS][QUERY_BYTES];
     Slot ring[RING];
     float weight[2][ROWS][4 * WEIGHT_LANE];
     Meta meta[2];
     u64 query_full[2], query_empty[2];
-    Claim claims[CLAIMS + 1];
-    u64 claimed[CLAIMS + 1];
     alignas(16) u32 flags[FLAG_WORDS];
     u32 flagged;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "sm90.py asks for the shared memory");
-static_assert(RING <= 2 * THREADS / 32 && CLAIMS < 2 * THREADS / 32 && FLAG_WORDS / 4 <= THREADS, "what starts a block");
+static_assert(RING <= 2 * THREADS / 32 && FLAG_WORDS / 4 <= THREADS, "each warp initialises two places at most");
 static_assert(RING % GROUPS == 0 && RING % FETCHERS == 0, "a place has one consumer and one fetcher; see sm90.py");
 
 struct Arguments {
@@ -73,11 +59,6 @@ struct Arguments {
     const int* visible_end;
     float* out;
     i64 out_stride;
-    const int4* schedule;  // see plan_indexer/sm90.py; a thread block has one share
-    int counter;
-    __device__ __forceinline__ const int4* tails() const { return schedule + 2 * gridDim.x; }
-    __device__ __forceinline__ int* counters() const { return (int*)(schedule + 3 * gridDim.x) + 2 * counter; }
-    __device__ __forceinline__ const int4* groups() const { return schedule + 3 * gridDim.x + COUNTERS / 2; }
 };
 
 #include "sm90_convert.cuh"
@@ -96,7 +77,20 @@ struct RingPlace {
 
 #include "sm90_sums.cuh"
 
-#include "sm90_schedule.cuh"
+// The part of the schedule that a thread block walks: groups of rows and, of the first and the last, some of the tiles.
+struct Walk {
+    int group, first_tile, last_group, last_tile;
+};
+
+__device__ __forceinline__ bool next_segment(const Walk& walk, const int4* groups, int group, int4& rows, int& first,
+                                             int& last) {
+    if (group > walk.last_group || (group == walk.last_group && walk.last_tile == 0)) return false;
+    rows = groups[group];
+    first = group == walk.group ? walk.first_tile : 0;
+    last = group == walk.last_group ? walk.last_tile : (rows.w + 63) >> 6;
+    return true;
+}
+
 #include "sm90_exact.cuh"
 
 // What a lane of a consumer keeps through all tiles rather than work it out anew.
@@ -278,17 +272,17 @@ __device__ __forceinline__ void consume(const Arguments& arg, Shared& shared, in
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 indexer_logits(const u8* q, const u8* q_scale, const float* weights, const u8* cache, i64 page_stride,
                const int* tables, i64 table_stride, const int* visible_end, float* out, i64 out_stride,
-               const int4* schedule, int counter) {
+               const int4* schedule) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *(Shared*)memory;
+    const Arguments arg{q, q_scale, weights, cache, page_stride, tables, table_stride, visible_end, out, out_stride};
+    const int4* groups = schedule + 2 * gridDim.x;
     // a warp initialises one barrier after the other, so all take part
     const int thread = threadIdx.x, warp = uniform(thread >> 5), lane = thread & 31;
     if (thread < FLAG_WORDS / 4) ((uint4*)shared.flags)[thread] = make_uint4(0, 0, 0, 0);
     if (lane == 0) {
         if (warp < RING) shared.ring[warp].initialise();
         if (warp + THREADS / 32 < RING) shared.ring[warp + THREADS / 32].initialise();
-        if (warp <= CLAIMS) barrier_init(&shared.claimed[warp], 1);
-        if (warp + THREADS / 32 <= CLAIMS) barrier_init(&shared.claimed[warp + THREADS / 32], 1);
         if (warp < 2) {
             shared.meta[0].wide[warp] = 0, shared.flagged = 0;
             barrier_init(&shared.query_full[warp], QUERY_WARPS);
@@ -298,27 +292,21 @@ indexer_logits(const u8* q, const u8* q_scale, const float* weights, const u8* c
     }
     let_next_kernel_start();
     wait_for_kernels_before();
-    const Arguments arg{q,           q_scale, weights,    cache,    page_stride, tables, table_stride,
-                        visible_end, out,     out_stride, schedule, counter};
-    int4 range = schedule[2 * blockIdx.x], rows = schedule[2 * blockIdx.x + 1], tail = arg.tails()[blockIdx.x];
+    int4 range = schedule[2 * blockIdx.x], rows = schedule[2 * blockIdx.x + 1];
     __syncthreads();
-    // in this form the compiler cannot wait for them before the barrier
+    // in this form the compiler cannot wait for it before the barrier
     range = make_int4(uniform(range.x), uniform(range.y), uniform(range.z), uniform(range.w));
     rows = make_int4(uniform(rows.x), uniform(rows.y), uniform(rows.z), uniform(rows.w));
-    tail = make_int4(uniform(tail.x), uniform(tail.y), uniform(tail.z), uniform(tail.w));
-    const Walk walk = own_walk(range, tail);
-    if (walk.empty()) {
-        if (tail.w && thread == 0) leave(arg);
-        return;
-    }
+    const Walk walk{range.x, range.y, range.z, range.w};
+    if (walk.group == walk.last_group && walk.first_tile == walk.last_tile) return;
     if (thread >= CONSUMERS) {
         // these need few registers and leave theirs to the consumers
         fewer_registers<HELPER_REGISTERS>();
         const int helper = warp - CONSUMERS / 32;
         if (helper < FETCHERS)
-            fetch_pages(arg, shared, walk, rows, tail.w, helper, lane);
+            fetch_pages(arg, shared, walk, rows, groups, helper, lane);
         else
-            fetch_queries(arg, shared, walk, tail.w, helper - FETCHERS, lane);
+            fetch_queries(arg, shared, walk, groups, helper - FETCHERS, lane);
     } else {
         more_registers<CONSUMER_REGISTERS>();
         // the first rows are converted by all, the later ones by two warps behind the consumers' backs
@@ -333,6 +321,6 @@ indexer_logits(const u8* q, const u8* q_scale, const float* weights, const u8* c
         if (thread < QUERY_WARPS) barrier_arrive(&shared.query_full[0]);
         consume(arg, shared, thread);
         meet<CONSUMERS>();
-        if (shared.flagged) redo(arg, shared, warp, lane);
+        if (shared.flagged) redo(arg, shared, walk, groups, warp, lane);
     }
 }

@@ -7,13 +7,7 @@ int32 ``schedule``, in pieces of 16 bytes; shares = multiprocessors of the devic
 
 * for every share 8 integers: (first group, its first tile, last group, the tile before which that one ends) and the
   first group's own entry, so that a block needs no second look-up before it can start. The last group is past the end
-  of the list and its tile 0 where the share reaches to the end. Equal begin and end: no work;
-* for every share 4 integers: (group, first tile, the tile before which it ends, pieces). This tail of the share, the
-  last 3/16 of its tiles in its last group, is not the block's own: it is handed out in so many pieces to the blocks
-  that are done first, because multiprocessors of one device read memory at speeds that differ by up to a fifth.
-  Pieces 0: shares are too small for that, and have no tails;
-* COUNTERS pairs of integers that launches use in turn to hand out pieces: (pieces, thread blocks that are done). Both
-  are zero before a launch and after it;
+  of the list and its tile 0 where the share reaches to the end. Equal begin and end: no work.
 * then the groups, 4 integers each: (first row, rows, request, entries that the furthest row sees). A group is up to 8
   adjacent rows of one request, which are scored together so that a page is read and converted once for all of them.
   Groups that see nothing are left out.
@@ -39,15 +33,7 @@ from tetrad.ops.plan_indexer.plan import BLOCK
 GROUP_ROWS = 8
 """Rows of one request that are scored together."""
 
-COUNTERS = 32
-"""Launches of one plan's scorer that may be under way at once. They are a step's layers, one after the other."""
-
-PIECES = 6
-"""Pieces that a share's tail is handed out in."""
-
 _TILE_COST, _ROW_COST = 3, 2
-_LEAST_COST = 512
-"""Of a share, from which on a piece is worth the 2 us that a block needs to get it."""
 _FEW_ROWS = 512
 """Up to so many rows four warps are faster than 32: their scans have fewer steps."""
 
@@ -64,8 +50,8 @@ def shares(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def defines(threads: int, least_cost: int = _LEAST_COST) -> tuple[tuple[str, int], ...]:
-    """The macros of the kernel for blocks of so many threads; tails from shares of ``least_cost`` units on."""
+def defines(threads: int) -> tuple[tuple[str, int], ...]:
+    """The macros of the kernel for blocks of so many threads."""
     return (
         ("THREADS", threads),
         ("BLOCK", BLOCK),
@@ -73,20 +59,12 @@ def defines(threads: int, least_cost: int = _LEAST_COST) -> tuple[tuple[str, int
         ("GROUP_ROWS", GROUP_ROWS),
         ("TILE_COST", _TILE_COST),
         ("ROW_COST", _ROW_COST),
-        ("PIECES", PIECES),
-        ("LEAST_COST", least_cost),
-        ("COUNTERS", COUNTERS),
     )
 
 
 def new_schedule(rows: int, device: torch.device) -> Tensor:
     """An uninitialised schedule for so many rows."""
-    return torch.empty((schedule_size(rows, shares(device)), 4), dtype=torch.int32, device=device)
-
-
-def schedule_size(rows: int, share_count: int) -> int:
-    """Pieces of 16 bytes of a schedule."""
-    return 3 * share_count + COUNTERS // 2 + rows
+    return torch.empty((2 * shares(device) + rows, 4), dtype=torch.int32, device=device)
 
 
 def plan_indexer(

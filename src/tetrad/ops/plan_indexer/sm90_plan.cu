@@ -1,8 +1,7 @@
 // The indexer's schedules in one launch: block 0 cuts rows into work units (the plan's buffer, as the reference makes
 // it), block 1 cuts groups of rows into equal shares for a persistent grid (the plan's schedule). sm90.py says what they
 // hold. Any number of rows: thread t has the rows t * per_thread and up. Macros: THREADS (a power of two from 64 to
-// 1024), BLOCK, PAGE, GROUP_ROWS, TILE_COST, ROW_COST, PIECES (that a share's tail is handed out in), LEAST_COST (of a
-// share, from which on tails are handed out), COUNTERS.
+// 1024), BLOCK, PAGE, GROUP_ROWS, TILE_COST, ROW_COST.
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -164,7 +163,7 @@ __device__ void cut_groups(const int* request, const int* end, int rows, int per
     const int number = scan(count, 0, Sum(), scratch_int, all_int), groups = all_int;
     const i64 before = scan<i64>(cost, 0, Sum(), scratch, total);
     runs[threadIdx.x] = run, groups_before[threadIdx.x] = number, cost_before[threadIdx.x] = before;
-    int4 *tails = schedule + 2 * shares, *list = tails + shares + COUNTERS / 2;
+    int4* list = schedule + 2 * shares;
     int i = number;
     for (Groups walk{request, end, rows, first, stop, run}; walk.next(group); ++i)
         list[i] = make_int4(group.first, group.rows, group.request, group.end);
@@ -191,19 +190,6 @@ __device__ void cut_groups(const int* request, const int* end, int rows, int per
         // a share ends where the next one begins
         if (share) halves[4 * (share - 1) + 1] = make_int2(begin.x, begin.y);
         if (share == shares - 1) halves[4 * share + 1] = make_int2(groups, 0);
-    }
-    for (int i = threadIdx.x; i < COUNTERS / 2; i += THREADS) tails[shares + i] = make_int4(0, 0, 0, 0);
-    __syncthreads();
-    const bool handed_out = total >= (i64)LEAST_COST * shares;
-    for (int share = threadIdx.x; share < shares; share += THREADS) {
-        int4 tail = make_int4(0, 0, 0, handed_out ? PIECES : 0);
-        const int4 range = schedule[2 * share];
-        if (handed_out && (range.x != range.z || range.y != range.w)) {
-            tail.x = range.w ? range.z : range.z - 1;
-            tail.z = range.w ? range.w : (list[tail.x].w + PAGE - 1) / PAGE;
-            tail.y = tail.z - (tail.z - (tail.x == range.x ? range.y : 0)) * 3 / 16;
-        }
-        tails[share] = tail;
     }
 }
 
