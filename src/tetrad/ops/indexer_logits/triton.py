@@ -88,9 +88,9 @@ def group_constants(arch: str, dtype: IndexDtype, heads: int, head_dim: int) -> 
         return None
     rows, options = 2, {"num_warps": 8}
     if arch == "sm_90":
-        # the queries are read from shared memory there; 128 registers a thread leave room for two programs, but not to
-        # convert the FP4 queries of four rows
-        rows, options = (2, {"num_warps": 4}) if dtype is IndexDtype.FP4 else (4, {"num_warps": 8, "maxnreg": 128})
+        # the queries are read from shared memory there. Three programs of four warps fit on a multiprocessor, or two of
+        # eight warps that have 128 registers a thread: enough for four rows if nothing has to be converted
+        rows, options = (4, {"num_warps": 8, "maxnreg": 128}) if dtype is IndexDtype.BF16 else (2, {"num_warps": 4})
     inner = 1 if arch.startswith("gfx") or arch in _PRODUCTS_OF_WARPGROUPS else rows
     return launch_constants(arch, dtype, heads, head_dim) | {"ROWS": rows, "INNER": inner} | options
 

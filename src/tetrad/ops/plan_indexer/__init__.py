@@ -48,8 +48,8 @@ def plan_indexer(
         out.check(rows, width)
         if out.schedule is not None and out.schedule_of != getattr(backend, "SCHEDULE_OF", ""):
             raise ValueError(
-                f"out has a schedule of the back end {out.schedule_of!r}, which is not the one that makes plans here, so "
-                f"the schedule would stay as it is; call plan_indexer with out.buffer, or without out"
+                f"out has a schedule of the back end {out.schedule_of!r}, which is not the one that makes plans here, "
+                f"so the schedule would stay as it is; call plan_indexer with out.buffer, or without out"
             )
         plan = out
     else:
