@@ -107,8 +107,8 @@ HOSTILE = ["edges-of-scales", "zero-groups", "broken-query", "fp4-broken-keys", 
 def grouped() -> dict[str, tuple[Trial, dict]]:
     """Trials in which some rows share their pages, and ways to score them."""
     result: dict[str, tuple[Trial, dict]] = {name: (trials()[name], {}) for name in HOSTILE}
-    for rows in (2, 3, 5):
-        result[f"decode-{rows}"] = (Trial(make_case("fp4", 3, 32, decode(rows), seed=rows, padding=1)), {})
+    for rows in (1, 2, 3, 5):
+        result[f"decode-{rows}"] = (Trial(make_case("fp4", 3, 32, decode(rows), seed=rows, padding=rows // 2)), {})
     for dtype, heads, way in (("fp4", 64, ""), ("fp4", 64, "/four"), ("fp4", 64, "/wide"), ("fp8", 33, "/four"),
                               ("bf16", 16, ""), ("bf16", 16, "/wide")):  # fmt: skip
         ends = [list(range(252, 263)), *MIXED[3:6]]
@@ -141,7 +141,8 @@ def test_a_group_scores_as_its_rows_do(name, interpreted):
     assert torch.equal(bits(out), bits(out_alone))
     assert torch.equal(bits(memory), bits(memory_alone))
     if "decode" in name:
-        assert together == 2 * alone
+        # where every request has one row, the kernel for one row is the faster one
+        assert together == (1 if name == "decode-1" else 2) * alone
 
 
 # ---- machine code -------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ for arch, *target, rows in json.loads(sys.argv[1]):
     signature |= dict.fromkeys(("rows", "buffer_slots", "schedule_slots", "most_blocks"), "i32")
     if rows == 1:
         # a launch makes constants of ones
-        constants |= {"rows": 1, "most_blocks": 1}
+        constants |= {"rows": 1, "buffer_slots": 1, "most_blocks": 1}
     signature |= dict.fromkeys(constants, "constexpr")
     built = triton.compile(ASTSource(portable.plan_kernel, signature, constexprs=constants),
                            target=GPUTarget(*target), options=options)
