@@ -170,23 +170,26 @@ from tetrad.ops.indexer_logits import triton as portable
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 results = {}
-for arch, *target, dtype, heads, head_dim in json.loads(sys.argv[1]):
-    constants = portable.launch_constants(arch, IndexDtype(dtype), heads, head_dim)
+for arch, *target, dtype, heads, head_dim, grouped in json.loads(sys.argv[1]):
+    choose = portable.group_constants if grouped else portable.launch_constants
+    constants = dict(choose(arch, IndexDtype(dtype), heads, head_dim))
+    options = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
     element = {"fp4": "*u8", "fp8": "*u8", "bf16": "*bf16", "fp32": "*fp32"}[dtype]
     signature = {"q": element, "q_scale": {"fp4": "*u8", "fp8": "*fp32"}.get(dtype, "constexpr"), "weights": "*fp32",
-                 "cache": "*u8", "block_tables": "*i32", "row_request": "*i32", "plan": "*i32", "out": "*fp32",
+                 "cache": "*u8", "block_tables": "*i32", "row_request": "*i32", "visible_end": "*i32",
+                 "units" if dtype != "fp32" else "plan": "*i32", "out": "*fp32",
                  "page_stride": "i32", "table_stride": "i32", "out_stride": "i32"}
     kernel, values = portable.indexer_logits_kernel, dict(constants)
     if dtype == "fp32":
         kernel = portable.indexer_logits_fp32_kernel
-        del signature["q_scale"]
+        del signature["q_scale"], signature["visible_end"]
     elif dtype == "bf16":
         values["q_scale"] = None
     aligned = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(signature.items())
                if kind.startswith("*") or name == "page_stride"}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)
-    built = triton.compile(source, target=GPUTarget(*target))
+    built = triton.compile(source, target=GPUTarget(*target), options=options)
     if "cubin" in built.asm:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(built.asm["cubin"])
@@ -244,7 +247,7 @@ BUILDS += [("sm_80", "fp4", 128, 128), ("sm_100", "fp4", 128, 128)]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    builds = [(arch, *TARGETS[arch], *rest) for arch, *rest in BUILDS]
+    builds = [(arch, *TARGETS[arch], *rest, False) for arch, *rest in BUILDS]
     return json.loads(run(COMPILED, json.dumps(builds), TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton"))))
 
 

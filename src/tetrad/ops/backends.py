@@ -85,6 +85,12 @@ def _triton_topk(platform: Platform, problem: Problem) -> tuple[bool, str]:
     return True, "portable Triton"
 
 
+def _triton_plan(platform: Platform, problem: Problem) -> tuple[bool, str]:
+    if platform.device_type != "cuda":
+        return False, f"Triton compiles for GPUs, not for {platform.arch}"
+    return True, "portable Triton"
+
+
 def _triton_scorer(platform: Platform, problem: Problem) -> tuple[bool, str]:
     if platform.device_type != "cuda":
         return False, f"Triton compiles for GPUs, not for {platform.arch}"
@@ -121,7 +127,11 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("triton", "tetrad.ops.topk_indices.triton", _triton_topk),
         _reference("topk_indices"),
     ),
-    "plan_indexer": (Backend("sm90", "tetrad.ops.plan_indexer.sm90", _sm90_plan), _reference("plan_indexer")),
+    "plan_indexer": (
+        Backend("sm90", "tetrad.ops.plan_indexer.sm90", _sm90_plan),
+        Backend("triton", "tetrad.ops.plan_indexer.triton", _triton_plan),
+        _reference("plan_indexer"),
+    ),
     "index_keys": (Backend("triton", "tetrad.ops.index_keys.triton", _triton_keys), _reference("index_keys")),
     "kv_entries": (_reference("kv_entries"),),
     "compress": (_reference("compress"),),
@@ -130,6 +140,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
 """The back ends of every op, the preferred one first. The last one serves everything."""
 
 UNPROVEN: Mapping[tuple[str, str], str] = {
+    ("plan_indexer", "triton"): "not all of its tests have run on a device yet",
     ("index_keys", "triton"): "not all of its tests have run on a device yet",
     ("indexer_logits", "sm90"): "right on its own, but plan, score and top-k after each other died on a device",
 }

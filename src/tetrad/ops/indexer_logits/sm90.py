@@ -19,12 +19,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from tetrad.geometry import IndexDtype, IndexLayout
 from tetrad.ops.nvrtc import EARLY_START, CudaKernel, cuda_kernel
-from tetrad.ops.plan_indexer import IndexerPlan, plan_indexer
-from tetrad.ops.plan_indexer.sm90 import GROUP_ROWS, new_schedule, shares
+from tetrad.ops.plan_indexer import LEAST_SLOTS, IndexerPlan
+from tetrad.ops.plan_indexer.sm90 import GROUP_ROWS, SCHEDULE_OF, new_schedule, plan_indexer, shares
 
 HEAD_DIM = 128
 HEADS = (32, 64)
@@ -128,10 +129,9 @@ def indexer_logits(
     if not rows or not out.shape[1]:
         return
     assert q_scale is not None  # checked by the op: fp4 and fp8 queries have scales
-    schedule = None if plan is None else plan.schedule
+    schedule = None if plan is None else plan.schedule_for(SCHEDULE_OF)
     if schedule is None:
-        schedule = plan_indexer(row_request, visible_end, width=out.shape[1]).schedule
-    assert schedule is not None
+        schedule = _own_schedule(row_request, visible_end, out.shape[1])
     chosen = variant(layout.dtype, rows, block_tables.shape[0])
     _kernel(chosen, layout.dtype, heads, q.device).launch(
         (shares(q.device),),
@@ -148,6 +148,15 @@ def indexer_logits(
         out.stride(0),
         schedule,
     )
+
+
+def _own_schedule(row_request: Tensor, visible_end: Tensor, width: int) -> Tensor:
+    """For a plan without one that this kernel can read, whatever back end makes the plans here."""
+    rows, device = row_request.shape[0], row_request.device
+    buffer = torch.empty((max(LEAST_SLOTS, rows), 4), dtype=torch.int32, device=device)
+    schedule = new_schedule(rows, device)
+    plan_indexer(row_request, visible_end, buffer, width=width, schedule=schedule)
+    return schedule
 
 
 @functools.cache

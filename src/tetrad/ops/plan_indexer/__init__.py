@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,8 @@ def plan_indexer(
         address. None: a new buffer with max(512, R) slots. Where the back end's scorer has a schedule of its own, only
         an ``out`` that is a plan keeps that one's address too
     :returns: the plan; ``out`` itself if it was one
-    :raises ValueError: for a wrong shape, stride, device or width, or an ``out`` of other sizes
+    :raises ValueError: for a wrong shape, stride, device or width, an ``out`` of other sizes, or one with a schedule of
+        another back end, which would keep what it was made for
     :raises TypeError: for a wrong type or dtype
     """
     check_tensor("row_request", row_request, torch.int32, (None,), "rows")
@@ -43,13 +46,24 @@ def plan_indexer(
     backend = backend_module("plan_indexer", device, Problem())
     if isinstance(out, IndexerPlan):
         out.check(rows, width)
+        if out.schedule is not None and out.schedule_of != getattr(backend, "SCHEDULE_OF", ""):
+            raise ValueError(
+                f"out has a schedule of the back end {out.schedule_of!r}, which is not the one that makes plans here, "
+                f"so the schedule would stay as it is; call plan_indexer with out.buffer, or without out"
+            )
         plan = out
     else:
-        new_schedule = getattr(backend, "new_schedule", None)
-        plan = IndexerPlan(out, rows, width, schedule=new_schedule and new_schedule(rows, device))
+        plan = _new_plan(backend, out, rows, width)
     check_tensor("out", plan.buffer, torch.int32, (None, 4), "slots, 4", device, contiguous=True)
     if plan.slots < rows:
         raise ValueError(f"out must have a slot for every row, so at least {rows}; got {plan.slots}")
-    own = {} if plan.schedule is None else {"schedule": plan.schedule}
-    backend.plan_indexer(row_request, visible_end, plan.buffer, width=width, **own)
+    schedule = {} if plan.schedule is None else {"schedule": plan.schedule}
+    backend.plan_indexer(row_request, visible_end, plan.buffer, width=width, **schedule)
     return plan
+
+
+def _new_plan(backend: ModuleType, buffer: Tensor, rows: int, width: int) -> IndexerPlan:
+    if not hasattr(backend, "new_schedule"):
+        return IndexerPlan(buffer, rows, width)
+    schedule = backend.new_schedule(rows, buffer.device)
+    return IndexerPlan(buffer, rows, width, schedule=schedule, schedule_of=backend.SCHEDULE_OF)

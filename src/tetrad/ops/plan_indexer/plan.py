@@ -21,8 +21,10 @@ class IndexerPlan:
     ``block`` entries. An unused slot is (-1, 0, 0, 0). It keeps its address when the plan is made anew into it. A plan
     serves exactly ``rows`` rows of scores that are ``width`` wide.
 
-    ``schedule`` is what a back end adds for its own scorer, of fixed address too, or None: then that scorer plans for
-    itself. :mod:`tetrad.ops.plan_indexer.sm90` says what its holds.
+    ``schedule`` is what a back end adds for its own scorer, of fixed address too, and ``schedule_of`` that back end's
+    name; None and "" where there is none. A scorer asks :meth:`schedule_for` for it, and does without where the plan is
+    another back end's. :mod:`tetrad.ops.plan_indexer.sm90` and :mod:`tetrad.ops.plan_indexer.triton` say what theirs
+    hold.
     """
 
     buffer: Tensor
@@ -30,11 +32,16 @@ class IndexerPlan:
     width: int
     block: int = BLOCK
     schedule: Tensor | None = None
+    schedule_of: str = ""
 
     @property
     def slots(self) -> int:
         """Work units that the plan has room for, used or not: a kernel's grid."""
         return self.buffer.shape[0]
+
+    def schedule_for(self, backend: str) -> Tensor | None:
+        """The schedule that this back end made for its own scorer, or None if it made none."""
+        return self.schedule if self.schedule_of == backend else None
 
     def check(self, rows: int, width: int) -> None:
         """Refuse to serve other sizes than those it was made for.

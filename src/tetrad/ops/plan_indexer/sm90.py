@@ -30,6 +30,9 @@ from tetrad.geometry import CSA_ENTRIES, ceil_div
 from tetrad.ops.nvrtc import EARLY_START, cuda_kernel
 from tetrad.ops.plan_indexer.plan import BLOCK
 
+SCHEDULE_OF = "sm90"
+"""Whose the schedule is."""
+
 GROUP_ROWS = 8
 """Rows of one request that are scored together."""
 
