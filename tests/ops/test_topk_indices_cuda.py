@@ -53,8 +53,20 @@ EMULATED = [
     (cuda.Layout(64, 16, 2, 2, 512, stage=True, early=True), [(4096, 64), (2051, 70)]),
     (cuda.Layout(64, 4, 2, 2, 128, stage=True, cluster=2), [(2048, 64), (1021, 33)]),
     (cuda.Layout(64, 2, 1, 1, 128, cluster=2, tiled=True, tiles=3), [(2999, 33), (4001, 100)]),
+    (cuda.Layout(64, 4, 2, 2, 512, tiled=True, tiles=9, ahead=1), [(8999, 50), (9300, 100)]),
+    (cuda.Layout(64, 16, 4, 2, 512, tiled=True, tiles=4), [(4097, 33), (13000, 100)]),
+    (cuda.Layout(64, 8, 4, 2, 256, cluster=4, tiled=True, tiles=2), [(12999, 70), (515, 100)]),
 ]
 """(layout, (width, k)) with pools that some of the rows overflow; the last one is longer than its map."""
+
+
+def misleading_row(layout, width, generator):
+    """The highest scores are where the kernel takes its sample of a long row, so that few others reach the bound. A
+    kernel that trusts its sample would choose too few."""
+    span = -(-width // (32 * layout.cluster)) * 32
+    step = -(-span // (4 * layout.threads * layout.blocks // layout.step))
+    sampled = torch.arange(width) % span // 16 % step == 0
+    return 10.0 * sampled + torch.randn(width, generator=generator)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -66,7 +78,7 @@ def test_the_sources_logic(layout, problems, tmp_path):
     generator = torch.Generator().manual_seed(layout.threads)
     seed = 0
     for width, k in problems:
-        rows = hard_rows(width, k, generator)
+        rows = torch.cat((hard_rows(width, k, generator), misleading_row(layout, width, generator)[None]))
         ends = torch.randint(0, width + 1, (rows.shape[0],), generator=generator, dtype=torch.int32)
         special = torch.tensor([0, k - 1, k, k + 1, 2 * k, width - 1], dtype=torch.int32)
         for case in (torch.full_like(ends, width), torch.cat((special, ends))[: len(ends)]):

@@ -31,6 +31,7 @@ class Layout:
     cluster: int = 1
     tiled: bool = False
     tiles: int = 1
+    ahead: int = 0
 
     @property
     def columns(self) -> int:

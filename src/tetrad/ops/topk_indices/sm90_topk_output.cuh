@@ -10,8 +10,8 @@ struct Marks {
     static const u32 WORDS = (BLOCKS + 7) / 8;   // of 32 columns
     u32 chosen[WORDS], ties[WORDS];              // a bit for each column
 
-    __device__ __forceinline__ Marks(const Shared& shared, u32 tile) {
-        const unsigned char* mine = place(const_cast<Shared&>(shared), tile);
+    __device__ __forceinline__ Marks(const Shared& shared, u32 unit) {
+        const unsigned char* mine = place(const_cast<Shared&>(shared), unit);
 #if BLOCKS >= 8
 #pragma unroll
         for (u32 i = 0; i < WORDS; ++i) {
@@ -27,16 +27,17 @@ struct Marks {
         chosen[0] = halves(one), ties[0] = halves(one >> 4);
 #endif
     }
-    static __device__ __forceinline__ unsigned char* place(Shared& shared, u32 tile) {
-        return reinterpret_cast<unsigned char*>(shared.map) + tile * (CHUNK / 4) + BLOCKS * threadIdx.x;
+    // a warp's bytes are adjacent, and are a unit
+    static __device__ __forceinline__ unsigned char* place(Shared& shared, u32 unit) {
+        return reinterpret_cast<unsigned char*>(shared.map) + BLOCKS * (32 * unit + (threadIdx.x & 31));
     }
     static __device__ __forceinline__ u32 halves(u32 word) {
         word &= 0x0f0f0f0f;
         word = (word | word >> 4) & 0x00ff00ff;
         return (word | word >> 8) & 0xffff;
     }
-    static __device__ __forceinline__ void clear(Shared& shared, u32 tile) {
-        unsigned char* mine = place(shared, tile);
+    static __device__ __forceinline__ void clear(Shared& shared, u32 unit) {
+        unsigned char* mine = place(shared, unit);
 #if BLOCKS >= 8
 #pragma unroll
         for (u32 i = 0; i < WORDS; ++i) reinterpret_cast<uint2*>(mine)[i] = uint2{0, 0};
@@ -60,34 +61,60 @@ struct Place {
     u32 chosen, ties, wanted;
 };
 
-// Writes the columns that a tile's map marks, and clears it. `column` is the tile's first, in the row.
-__device__ __forceinline__ void write_tile(Shared& shared, u32 tile, u32 column, Place& place, int* out) {
-    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const Marks marks(shared, tile);
-    // both counts of a tile fit in 16 bits
-    const u32 mine = marks.counts(), inclusive = warp_inclusive(mine);
-    if (mine) Marks::clear(shared, tile);
-    if (lane == 31) shared.warp_sums[warp] = inclusive;
-    __syncthreads();
-    const u32 sum = lane < WARPS ? shared.warp_sums[lane] : 0;
-    const u32 before = __reduce_add_sync(FULL, lane < warp ? sum : 0) + inclusive - mine;
-    u32 chosen = place.chosen + (before & 0xffff), ties = place.ties + (before >> 16);
-    column += 4 * BLOCKS * threadIdx.x;
+// Writes the columns of this thread's marks, the first of which is `column`.
+__device__ __forceinline__ void write_marks(const Marks& marks, u32 column, Place place, int* out) {
 #pragma unroll
     for (u32 word = 0; word < Marks::WORDS; ++word) {
         for (u32 rest = marks.chosen[word] | marks.ties[word]; rest; rest &= rest - 1) {
             const u32 bit = __ffs(rest) - 1, is_tie = marks.ties[word] >> bit & 1;
-            const u32 at = chosen + min(ties, place.wanted);
-            if (!is_tie || ties < place.wanted) out[at] = column + 32 * word + bit;
-            chosen += !is_tie;
-            ties += is_tie;
+            const u32 at = place.chosen + min(place.ties, place.wanted);
+            if (!is_tie || place.ties < place.wanted) out[at] = column + 32 * word + bit;
+            place.chosen += !is_tie;
+            place.ties += is_tie;
         }
     }
+}
+
+// Writes the columns that the map of the first tile marks, and clears it. `column` is the tile's first, in the row.
+__device__ __forceinline__ void write_tile(Shared& shared, u32 column, Place& place, int* out) {
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const Marks marks(shared, warp);
+    // both counts of a tile fit in 16 bits
+    const u32 mine = marks.counts(), inclusive = warp_inclusive(mine);
+    if (mine) Marks::clear(shared, warp);
+    if (lane == 31) shared.warp_sums[warp] = inclusive;
+    __syncthreads();
+    const u32 sum = lane < WARPS ? shared.warp_sums[lane] : 0;
+    const u32 before = __reduce_add_sync(FULL, lane < warp ? sum : 0) + inclusive - mine;
+    const Place here = {place.chosen + (before & 0xffff), place.ties + (before >> 16), place.wanted};
+    write_marks(marks, column + 4 * BLOCKS * threadIdx.x, here, out);
     if (TILED) {
         const u32 all = __reduce_add_sync(FULL, sum);
         place.chosen += all & 0xffff;
         place.ties += all >> 16;
         __syncthreads();
+    }
+}
+
+// The same for several tiles that mark no more columns than the pool had. Each warp has units that follow each other.
+__device__ __forceinline__ void write_tiles(Shared& shared, u32 tiles, u32 column, Place place, int* out) {
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    u32 mine = 0;
+#pragma unroll 4
+    for (u32 i = 0; i < tiles; ++i) mine += Marks(shared, warp * tiles + i).counts();
+    mine = __reduce_add_sync(FULL, mine);
+    if (lane == 0) shared.warp_sums[warp] = mine;
+    __syncthreads();
+    u32 before = __reduce_add_sync(FULL, lane < warp ? shared.warp_sums[lane] : 0);
+#pragma unroll 2
+    for (u32 unit = warp * tiles; unit < (warp + 1) * tiles; ++unit) {
+        const Marks marks(shared, unit);
+        const u32 here = marks.counts(), inclusive = warp_inclusive(here), first = before + inclusive - here;
+        before += __shfl_sync(FULL, inclusive, 31);
+        if (!here) continue;
+        Marks::clear(shared, unit);
+        const Place from = {place.chosen + (first & 0xffff), place.ties + (first >> 16), place.wanted};
+        write_marks(marks, column + 4 * BLOCKS * (32 * unit + lane), from, out);
     }
 }
 
