@@ -52,7 +52,7 @@ EMULATED = [
     (cuda.Layout(64, 8, 8, 1, 256, stage=True), [(2048, 128)]),
     (cuda.Layout(64, 16, 2, 2, 512, stage=True, early=True), [(4096, 64), (2051, 70)]),
     (cuda.Layout(64, 4, 2, 2, 128, stage=True, cluster=2), [(2048, 64), (1021, 33)]),
-    (cuda.Layout(64, 2, 1, 1, 128, cluster=2, tiled=True, tiles=3), [(2999, 33), (4001, 100)]),
+    (cuda.Layout(64, 4, 1, 1, 128, cluster=2, tiled=True, tiles=3), [(5999, 33), (8001, 100)]),
     (cuda.Layout(64, 4, 2, 2, 512, tiled=True, tiles=9, ahead=1), [(8999, 50), (9300, 100)]),
     (cuda.Layout(64, 16, 4, 2, 512, tiled=True, tiles=4), [(4097, 33), (13000, 100)]),
     (cuda.Layout(64, 8, 4, 2, 256, cluster=4, tiled=True, tiles=2), [(12999, 70), (515, 100)]),

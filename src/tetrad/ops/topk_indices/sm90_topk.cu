@@ -96,12 +96,21 @@ __device__ __forceinline__ void each_key(const Values& values, const Part& part,
 __device__ __forceinline__ u32 choose_from_pool(
     Shared& shared, u32& turn, Range& range, const Part& part, u32 count) {
     const u32 thread = threadIdx.x;
-#pragma unroll 2
-    for (u32 i = thread; i < count; i += THREADS) shared.pool_key[i] = key_of(__ldg(part.scores + shared.pool_column[i]));
-    // a bound that follows from few of the scores may be too high
-    range.spilled |= !narrow(shared, turn, range, LIST, 0, [&](auto add) {
+    const u32 AT_ONCE = THREADS > 512 ? 2 : 4;   // loads under way; too many are of the last one
+    for (u32 first = thread; first < count; first += AT_ONCE * THREADS) {
+        float score[AT_ONCE];
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i)
+            score[i] = __ldg(part.scores + shared.pool_column[min(first + i * THREADS, count - 1)]);
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i)
+            if (first + i * THREADS < count) shared.pool_key[first + i * THREADS] = key_of(score[i]);
+    }
+    const bool enough = narrow(shared, turn, range, LIST, 0, [&](auto add) {
         for (u32 i = thread; i < count; i += THREADS) add(shared.pool_key[i]);
     });
+    // a bound that follows from few of the scores may be too high
+    if (!enough) range.spilled = true;
     if (range.spilled) return 0;
     MARK(6);
     if (thread == 0) shared.pool_count = 0;
@@ -316,16 +325,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
         }
         MARK(7);
         if (!RARELY(spilled)) {
-            u32 chosen = 0, tied = 0;
-            if (CLUSTER > 1) {
-                for (u32 tile = 0; tile < part.tiles(); ++tile) {
-                    const Marks marks(shared, tile * WARPS + thread / 32);
-                    chosen += marks.counts() & 0xffff, tied += marks.counts() >> 16;
-                }
-            }
-            Place place = start_place(shared, chosen, tied, ties);
-            if (TILED) write_tiles(shared, part.tiles(), part.begin, place, out);
-            else write_tile(shared, part.begin, place, out);
+#if TILED
+            WholeMap map(shared, max(1u, part.tiles()));
+            const u32 marked = map.counts;
+#else
+            const u32 marked = CLUSTER > 1 ? Marks(shared).counts() : 0;
+#endif
+            Place place = start_place(shared, marked & 0xffff, marked >> 16, ties);
+#if TILED
+            map.write(shared, part.begin, place, out);
+#else
+            write_tile(shared, part.begin, place, out);
+#endif
         } else {
             // where the bound is shared by many, it is most often the k-th score itself
             low = FULL;
