@@ -131,14 +131,16 @@ __device__ __forceinline__ u32 choose_from_pool(
     const u64* rivals = shared.list;
 #if CLUSTER > 1
     for (u32 i = thread; i < CLUSTER * LIST; i += THREADS) {
+        // read in any case, to wait once: what no entry is goes nowhere
+        const u64 entry = *(const volatile u64*)peer(shared.list + i % LIST, i / LIST);
         u32 place = i % LIST, here = 0;
 #pragma unroll
         for (u32 rank = 0; rank < CLUSTER; ++rank) {
-            u32 some = *peer(&shared.list_count, rank);
+            const u32 some = *peer(&shared.list_count, rank);
             if (rank < i / LIST) place += some;
             if (rank == i / LIST) here = some;
         }
-        if (i % LIST < here) shared.joined[place] = *peer(shared.list + i % LIST, i / LIST);
+        if (i % LIST < here) shared.joined[place] = entry;
     }
     rivals = shared.joined;
     __syncthreads();

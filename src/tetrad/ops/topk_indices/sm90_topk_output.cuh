@@ -145,10 +145,10 @@ __device__ __forceinline__ Place start_place(Shared& shared, u32 chosen, u32 tie
         atomicAdd(shared.marked + 1, ties);
     }
     team_barrier();
-    for (u32 rank = 0; rank < team_rank(); ++rank) {
-        place.chosen += *peer(shared.marked, rank);
-        place.ties += *peer(shared.marked + 1, rank);
-    }
+    const u32 lane = threadIdx.x & 31;
+    const bool before = lane < team_rank();
+    place.chosen = __reduce_add_sync(FULL, before ? *peer(shared.marked, lane) : 0);
+    place.ties = __reduce_add_sync(FULL, before ? *peer(shared.marked + 1, lane) : 0);
 #endif
     return place;
 }
