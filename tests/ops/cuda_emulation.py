@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 from pathlib import Path
 
@@ -36,6 +37,9 @@ class EmulatedKernel:
             "unsigned char* memory = memories[team_rank()];",
         )
         assert "asm" not in text, "PTX that the emulation does not know"
+        # x.y |= f(x) where f sets x.y: NVRTC reads x.y before the call, g++ after it
+        disputed = re.search(r"\b(\w+)\.\w+ [-+*/&|^]= [^;{]*\([^;{]*\b\1\b", text)
+        assert not disputed, f"compilers disagree on the order of {disputed and disputed[0]}"
         source, library = folder / "kernel.cpp", folder / "kernel.so"
         source.write_text('#include "topk_on_cpu.h"\n' + text + _LAUNCH)
         defines = [f"-D{name}={value}" for name, value in cuda.macros(layout)]

@@ -31,6 +31,7 @@ class Layout:
     cluster: int = 1
     tiled: bool = False
     tiles: int = 1
+    ahead: int = 0
 
     @property
     def columns(self) -> int:
@@ -42,7 +43,8 @@ class Layout:
         """Size of the source's ``struct Shared``, rounded up."""
         chunk = 4 * self.threads * self.blocks
         row = 4 * chunk * self.stage + self.tiles * chunk // 4
-        return row + 8 * self.capacity + 12 * (_BINS + 4) + 16 * _LIST + 4 * 32 * (1 + 2 * self.cluster) + 64
+        histograms = 4 * (_BINS + 4) * (3 + (self.cluster > 1))
+        return row + 8 * self.capacity + histograms + 16 * _LIST + 4 * 32 * (1 + 2 * self.cluster) + 64
 
 
 def topk_indices(logits: Tensor, visible_end: Tensor, k: int, out: Tensor) -> None:
@@ -104,14 +106,14 @@ def layout_for(rows: int, width: int, k: int) -> Layout:
     Which layouts, and from which width on clusters, is what an H200 measured; docs/kernels.md has the figures.
     """
     few = rows <= 132
-    if width > 131072:
-        return Layout(512, 16, 4, 1, 8192, cluster=8, tiled=True, tiles=4)
     if width > 32768:
-        return Layout(512, 16, 4 if k <= 1024 else 8, 1, 4096, stage=True, cluster=4)
+        return _long_row(rows, width, k)
     if width > 16384:
-        if k > 1024:
-            return Layout(1024, 8, 8, 1, 8192, stage=True, early=True)
-        return Layout(1024, 8, 4, 1 if k <= 512 else 2, 4096, stage=True, early=True)
+        if few:
+            return Layout(1024, 8, 8 if k > 1024 else 4, 1, 8192 if k > 1024 else 4096, early=True)
+        if k <= 1024:
+            return Layout(512, 4, 4, 2, 4096, resident=2, tiled=True, tiles=4)
+        return Layout(1024, 8, 8, 1, 8192, stage=True, early=True)
     if width > 8192:
         if k > 1024:
             return Layout(512, 8, 8, 1, 4096, resident=2, stage=True)
@@ -123,3 +125,28 @@ def layout_for(rows: int, width: int, k: int) -> Layout:
         if k <= 512
         else Layout(512, 4, 4, 1, 4096, resident=2, stage=True)
     )
+
+
+def _long_row(rows: int, width: int, k: int) -> Layout:
+    """Few rows are spread over clusters, as long as all fit at once; many are streamed by one thread block each."""
+    capacity = 8192 if k > 1024 else 4096
+    if rows <= 132:
+        cluster = 8 if rows <= 16 else 4 if rows <= 32 else 1
+        if cluster > 1:
+            if width <= 131072:
+                return Layout(512, 8 if width <= 65536 else 16, 4, 1, 4096, cluster=4)
+            if cluster == 8 and width <= 262144:
+                return Layout(512, 16, 4, 1, 4096, cluster=8)
+            return Layout(512, 8, 4, 2, 4096, cluster=cluster, tiled=True, tiles=8 if cluster == 8 else 16)
+        if width <= 65536:
+            return Layout(1024, 8, 4, 2, capacity, tiled=True, tiles=2)
+        if width <= 131072:
+            return Layout(1024, 8, 4, 1, capacity, tiled=True, tiles=4)
+        if width <= 262144:
+            return Layout(1024, 8, 4, 1, capacity, tiled=True, tiles=8)
+        return Layout(1024, 8, 4, 1, 4096, cluster=2, tiled=True, tiles=16)
+    if width <= 131072:
+        return Layout(512, 8, 4, 2, capacity, resident=2, tiled=True, tiles=4 if width <= 65536 else 8)
+    if width <= 262144:
+        return Layout(1024, 8, 4, 1, capacity, tiled=True, tiles=8)
+    return Layout(1024, 8, 4, 1, 4096, cluster=2, tiled=True, tiles=16)

@@ -96,11 +96,21 @@ __device__ __forceinline__ void each_key(const Values& values, const Part& part,
 __device__ __forceinline__ u32 choose_from_pool(
     Shared& shared, u32& turn, Range& range, const Part& part, u32 count) {
     const u32 thread = threadIdx.x;
-#pragma unroll 2
-    for (u32 i = thread; i < count; i += THREADS) shared.pool_key[i] = key_of(__ldg(part.scores + shared.pool_column[i]));
-    narrow(shared, turn, range, LIST, 0, [&](auto add) {
+    const u32 AT_ONCE = THREADS > 512 ? 2 : 4;   // loads under way; too many are of the last one
+    for (u32 first = thread; first < count; first += AT_ONCE * THREADS) {
+        float score[AT_ONCE];
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i)
+            score[i] = __ldg(part.scores + shared.pool_column[min(first + i * THREADS, count - 1)]);
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i)
+            if (first + i * THREADS < count) shared.pool_key[first + i * THREADS] = key_of(score[i]);
+    }
+    const bool enough = narrow(shared, turn, range, LIST, 0, [&](auto add) {
         for (u32 i = thread; i < count; i += THREADS) add(shared.pool_key[i]);
     });
+    // a bound that follows from few of the scores may be too high
+    if (!enough) range.spilled = true;
     if (range.spilled) return 0;
     MARK(6);
     if (thread == 0) shared.pool_count = 0;
@@ -121,14 +131,16 @@ __device__ __forceinline__ u32 choose_from_pool(
     const u64* rivals = shared.list;
 #if CLUSTER > 1
     for (u32 i = thread; i < CLUSTER * LIST; i += THREADS) {
+        // read in any case, to wait once: what no entry is goes nowhere
+        const u64 entry = *(const volatile u64*)peer(shared.list + i % LIST, i / LIST);
         u32 place = i % LIST, here = 0;
 #pragma unroll
         for (u32 rank = 0; rank < CLUSTER; ++rank) {
-            u32 some = *peer(&shared.list_count, rank);
+            const u32 some = *peer(&shared.list_count, rank);
             if (rank < i / LIST) place += some;
             if (rank == i / LIST) here = some;
         }
-        if (i % LIST < here) shared.joined[place] = *peer(shared.list + i % LIST, i / LIST);
+        if (i % LIST < here) shared.joined[place] = entry;
     }
     rivals = shared.joined;
     __syncthreads();
@@ -169,7 +181,7 @@ __device__ __forceinline__ void choose_from_all(
         for (u32 order = 0; order < BLOCKS; ++order)
             reinterpret_cast<unsigned char*>(shared.map)[block_at(order) * THREADS + threadIdx.x] = marks[order];
         __syncthreads();
-        write_tile(shared, 0, part.begin + tile * CHUNK, place, out);
+        write_tile(shared, part.begin + tile * CHUNK, place, out);
     });
 }
 
@@ -205,12 +217,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
         const u32 next_columns = next < (u32)rows ? end_of(next) : 0;
         const float* row = logits + (long long)index * logits_stride;
         int* out = out_all + (long long)index * out_stride;
-#if !TILED
-        if (!staged) {
+        if (TILED) {
+            values.load_sample(Part(row, columns));
+        } else if (!staged) {
             const Part part(row, known);
             values.load<0, SAMPLE>(part, 0, part.count);
         }
-#endif
         if (!started) set_up(shared);
         // thread blocks look at each other's memory only when all have started
         if (CLUSTER > 1 && !started) team_barrier();
@@ -235,11 +247,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
 #endif
         MARK(1);
 
-        // The bound: at least k groups, and so k scores, reach it.
+        // The bound: at least `rank` groups, and so as many scores, reach it. Where few of the scores are looked at,
+        // twice as many as k of all of them are expected to.
+        const u32 rank = min((u32)k, 2 * (u32)k / part.step + (part.step > 1 ? 16 : (u32)k));
         float best[GROUPS];
 #pragma unroll
         for (u32 group = 0; group < GROUPS; ++group) best[group] = -__uint_as_float(0x7f800000u);
-        each_tile(values, part, [&](u32) { group_maxima(values, best); });
+        group_maxima(values, best);
+#if TILED
+        values.load<0, BLOCKS>(part, 0, part.count);
+        if (part.aligned && thread < AHEAD) {
+            const u32 first = CHUNK + thread * 4096;
+            if (first + 4096 <= part.count) copy_to_cache(part.scores + first, 4 * 4096);
+        }
+#endif
         u32 low = FULL, high = 0;
 #pragma unroll
         for (u32 group = 0; group < GROUPS; ++group) {
@@ -261,9 +282,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
         Range range;
         // most often the k-th is within four octaves of the largest; if not, the rest is looked at
         range.low = max(low, high > 1u << 25 ? high - (1u << 25) : 0);
-        range.guess = high, range.limit = FULL, range.need = k, range.held = 0, range.spilled = false;
+        range.guess = high, range.limit = FULL, range.need = rank, range.held = 0, range.spilled = false;
         const bool bounded =
-            low != FULL && narrow(shared, turn, range, (u32)k / 4 + 8, low, [&](auto add) {
+            low != FULL && narrow(shared, turn, range, rank / 4 + 8, low, [&](auto add) {
 #pragma unroll
                 for (u32 group = 0; group < GROUPS; ++group) add(key_of(best[group]));
             });
@@ -272,13 +293,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
 
         // The pool: the scores that reach it. Without a bound all do, NaN as well.
         const float below = score_below(max(least, MINUS_INFINITY + 1));
-        each_tile(values, part, [&](u32 tile) {
+        for (u32 tile = 0, tiles = part.tiles(); tile < tiles; ++tile) {
             Mask mask;
-            const u32 HALF = BLOCKS > 8 ? 8 : SAMPLE;
+            const u32 HALF = TILED ? BLOCKS / 2 : BLOCKS > 8 ? 8 : SAMPLE;
+            const bool last = !TILED || tile + 1 == tiles;
+            if (TILED && last) values.end_at<0, BLOCKS>(part, tile);
             mask.word[0] = scores_above<0, HALF>(values, below, 0);
+            if (!last) values.load<0, HALF>(part, tile + 1, part.count);
             if (!TILED) values.end_at<SAMPLE, BLOCKS>(part, 0);
             u32& second = mask.word[Mask::WORDS - 1];
             second = scores_above<HALF, BLOCKS>(values, below, Mask::WORDS > 1 ? 0 : second);
+            if (!last) values.load<HALF, BLOCKS>(part, tile + 1, part.count);
             if (RARELY(!bounded)) {
 #pragma unroll
                 for (u32 i = 0; i < 4 * BLOCKS; ++i) {
@@ -288,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
             }
             MARK(4);
             to_pool(shared, tile, mask);
-        });
+        }
         __syncthreads();
         MARK(5);
         const u32 pooled = shared.pool_count;
@@ -302,16 +327,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
         }
         MARK(7);
         if (!RARELY(spilled)) {
-            u32 chosen = 0, tied = 0;
-            if (CLUSTER > 1) {
-                for (u32 tile = 0; tile < part.tiles(); ++tile) {
-                    const Marks marks(shared, tile);
-                    chosen += marks.counts() & 0xffff, tied += marks.counts() >> 16;
-                }
-            }
-            Place place = start_place(shared, chosen, tied, ties);
-            for (u32 tile = 0; tile < part.tiles(); ++tile)
-                write_tile(shared, tile, part.begin + tile * CHUNK, place, out);
+#if TILED
+            WholeMap map(shared, max(1u, part.tiles()));
+            const u32 marked = map.counts;
+#else
+            const u32 marked = CLUSTER > 1 ? Marks(shared).counts() : 0;
+#endif
+            Place place = start_place(shared, marked & 0xffff, marked >> 16, ties);
+#if TILED
+            map.write(shared, part.begin, place, out);
+#else
+            write_tile(shared, part.begin, place, out);
+#endif
         } else {
             // where the bound is shared by many, it is most often the k-th score itself
             low = FULL;

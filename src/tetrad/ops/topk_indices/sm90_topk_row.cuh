@@ -1,23 +1,25 @@
 // How a row comes to the threads that look at it.
 
 // Each thread holds BLOCKS float4. The first SAMPLE of them are every STEP-th block of the row, so they are a fair
-// sample of it; the others follow.
+// sample of it; the others follow. Where a part is longer than that, its sample is read apart: one of `step` pieces.
 #define SAMPLE (BLOCKS / STEP)
+#define PIECE 16   // columns: 64 bytes, what the memory gives at once
 
 __device__ __forceinline__ u32 block_at(u32 order) {
-#if STEP > 1
+#if STEP > 1 && !TILED
     if (order >= SAMPLE) {
         u32 rest = order - SAMPLE;
         return rest / (STEP - 1) * STEP + 1 + rest % (STEP - 1);
     }
 #endif
-    return order * STEP;
+    return TILED ? order : order * STEP;
 }
 
 // The columns of a row that one thread block has: `count` of them, from column `begin` of the row.
 struct Part {
     const float* scores;
     u32 begin, count;
+    u32 step;   // of `step` pieces of a long part, one is in the sample; the same for all of a team
     bool aligned;
 
     __device__ __forceinline__ Part(const float* row, u32 columns) {
@@ -25,6 +27,7 @@ struct Part {
         u32 span = CLUSTER > 1 ? (columns + 32 * CLUSTER - 1) / (32 * CLUSTER) * 32 : columns;
         begin = min(team_rank() * span, columns);
         count = min(span, columns - begin);
+        step = TILED ? max(1u, (span + SAMPLE * BLOCK - 1) / (SAMPLE * BLOCK)) : 1;
         scores = row + begin;
         aligned = ((u64)row & 15) == 0;
     }
@@ -45,11 +48,26 @@ struct Values {
     __device__ __forceinline__ void load(const Part& part, u32 tile, u32 count) {
         const float* first = part.scores + column_at(tile, 0);
         const int left = (int)count - (int)column_at(tile, 0);
+        if (TILED && part.aligned && (tile + 1) * CHUNK <= count) {
+#pragma unroll
+            for (u32 order = FROM; order < TO; ++order) put(order, load_four(first + block_at(order) * BLOCK, true));
+            return;
+        }
 #pragma unroll
         for (u32 order = FROM; order < TO; ++order) {
             const int after = block_at(order) * BLOCK;
             if (RARELY(!part.aligned)) put_each(order, first + after, left - after);
             else put(order, load_four(first + after, left >= after + 4));
+        }
+    }
+    __device__ __forceinline__ void load_sample(const Part& part) {
+#pragma unroll
+        for (u32 order = 0; order < SAMPLE; ++order) {
+            const u32 vector = order * THREADS + threadIdx.x;
+            const u32 column = vector / (PIECE / 4) * (PIECE * part.step) + vector % (PIECE / 4) * 4;
+            const int left = (int)part.count - (int)column;
+            if (RARELY(!part.aligned)) put_each(order, part.scores + column, left);
+            else put(order, load_four(part.scores + column, left >= 4));
         }
     }
 #if STAGE

@@ -18,6 +18,9 @@ struct alignas(16) Shared {
     u32 pool_key[CAPACITY];
     u32 pool_column[CAPACITY];
     u32 bins[3][BINS + 4];           // of this level, the next and the one after; one more for "the pool is lost"
+#if CLUSTER > 1
+    u32 sums[BINS + 4];              // bins of all the team
+#endif
     uint4 found;                     // the narrowed range
     u64 list[LIST];
     u64 joined[LIST];
@@ -90,22 +93,31 @@ __device__ __forceinline__ u32 bin_of(u32 above, u32 shift) {
     return min(((above - some) >> shift) + some, (u32)BINS - 1);
 }
 
-// One warp finds the bin of the need-th largest key: a lane has eight bins, the largest first, of all the team.
-__device__ __forceinline__ void find_bin(Shared& shared, u32* bins, const Range& range, u32 shift) {
-    const u32 lane = threadIdx.x & 31;
-    u32 count[8] = {};
-#pragma unroll 4
-    for (u32 rank = 0; rank < CLUSTER; ++rank) {
-        const uint4* mine = reinterpret_cast<const uint4*>(peer(bins, rank) + BINS - 8 - 8 * lane);
-        const uint4 second = mine[0], first = mine[1];
-        count[0] += first.w, count[1] += first.z, count[2] += first.y, count[3] += first.x;
-        count[4] += second.w, count[5] += second.z, count[6] += second.y, count[7] += second.x;
+// All threads: adds up the bins of the team. Each thread block starts with its own, so that not all read from one.
+#if CLUSTER > 1
+__device__ __forceinline__ void sum_bins(Shared& shared, u32* bins) {
+    for (u32 i = threadIdx.x; i <= BINS; i += THREADS) {
+        u32 some[CLUSTER], sum = 0;
+#pragma unroll
+        for (u32 rank = 0; rank < CLUSTER; ++rank) some[rank] = *peer(bins + i, (team_rank() + rank) % CLUSTER);
+#pragma unroll
+        for (u32 rank = 0; rank < CLUSTER; ++rank) sum += some[rank];
+        shared.sums[i] = sum;
     }
-    const bool spilled = CLUSTER > 1 && lane < CLUSTER && *peer(bins + BINS, lane);
+    __syncthreads();
+}
+#endif
+
+// One warp finds the bin of the need-th largest key: a lane has eight bins, the largest first, of all the team.
+__device__ __forceinline__ void find_bin(Shared& shared, const u32* bins, const Range& range, u32 shift) {
+    const u32 lane = threadIdx.x & 31;
+    const uint4* mine = reinterpret_cast<const uint4*>(bins + BINS - 8 - 8 * lane);
+    const uint4 second = mine[0], first = mine[1];
+    const u32 count[8] = {first.w, first.z, first.y, first.x, second.w, second.z, second.y, second.x};
     const u32 sum = count[0] + count[1] + count[2] + count[3] + (count[4] + count[5] + count[6] + count[7]);
     const u32 inclusive = warp_inclusive(sum), need = range.need;
     u32 above = inclusive - sum;
-    if (CLUSTER > 1 && __ballot_sync(FULL, spilled)) {
+    if (CLUSTER > 1 && bins[BINS]) {
         if (lane == 0) shared.found = uint4{0, 0, 0, SPILLED};
     } else if (above < need && inclusive >= need) {
         u32 bin = BINS - 1 - 8 * lane, held = count[0];
@@ -137,6 +149,10 @@ __device__ __forceinline__ bool narrow(
         each([&](u32 key) { count_if(bins + bin_of(key - low, shift), key >= low && key <= limit); });
         team_barrier();
         turn = turn == 2 ? 0 : turn + 1;
+#if CLUSTER > 1
+        sum_bins(shared, bins);
+        bins = shared.sums;
+#endif
         if (threadIdx.x < 32) {
             find_bin(shared, bins, range, shift);
         } else {
