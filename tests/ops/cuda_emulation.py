@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tetrad.ops.nvrtc import EARLY_START
 from tetrad.ops.topk_indices import cuda
 
 _LAUNCH = r"""
@@ -32,9 +33,13 @@ class EmulatedKernel:
         device = (Path(cuda.__file__).parent / "sm90_topk_device.cuh").read_text()
         text = cuda.source()
         assert device in text
-        text = text.replace(device, "").replace(
-            "extern __shared__ __align__(128) unsigned char memory[];",
-            "unsigned char* memory = memories[team_rank()];",
+        text = (
+            text.replace(EARLY_START, "")
+            .replace(device, "")
+            .replace(
+                "extern __shared__ __align__(128) unsigned char memory[];",
+                "unsigned char* memory = memories[team_rank()];",
+            )
         )
         assert "asm" not in text, "PTX that the emulation does not know"
         # x.y |= f(x) where f sets x.y: NVRTC reads x.y before the call, g++ after it

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tetrad.ops.nvrtc import CudaKernel, cuda_kernel
+from tetrad.ops.nvrtc import EARLY_START, CudaKernel, cuda_kernel
 
 _BINS = 256
 _LIST = 32
@@ -64,7 +64,14 @@ def topk_indices(logits: Tensor, visible_end: Tensor, k: int, out: Tensor) -> No
 @functools.cache
 def compiled(layout: Layout, device: torch.device) -> CudaKernel:
     """The kernel for a layout."""
-    return cuda_kernel(source(), "topk_indices", device, defines=macros(layout), shared_bytes=layout.shared_bytes)
+    return cuda_kernel(
+        source(),
+        "topk_indices",
+        device,
+        defines=macros(layout),
+        shared_bytes=layout.shared_bytes,
+        early_start=True,
+    )
 
 
 @functools.cache
@@ -90,7 +97,7 @@ def source() -> str:
         text = (folder / name).read_text(encoding="utf-8")
         return re.sub(r'#include "(\w+\.cuh)"\n', lambda part: read(part[1]), text)
 
-    return read("sm90_topk.cu")
+    return EARLY_START + read("sm90_topk.cu")
 
 
 def macros(layout: Layout) -> tuple[tuple[str, int], ...]:

@@ -199,13 +199,17 @@ __device__ __forceinline__ void set_up(Shared& shared) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
-    topk_indices(const float* __restrict__ logits, const int* __restrict__ visible_end, int* __restrict__ out_all, int k,
-                 int width, int rows, long long logits_stride, long long out_stride) {
+    topk_indices(const float* all_logits, const int* all_ends, int* out_all, int k, int width, int rows,
+                 long long logits_stride, long long out_stride) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const u32 thread = threadIdx.x, teams = gridDim.x / CLUSTER;
     u32 index = blockIdx.x / CLUSTER;
+    let_next_kernel_start();
+    wait_for_kernels_before();
     if (index >= (u32)rows) return;
+    const float* logits = known_from_here(all_logits);
+    const int* visible_end = known_from_here(all_ends);
     auto end_of = [&](u32 row) { return (u32)max(0, min(__ldg(visible_end + row), width)); };
     u32 columns = end_of(index), known = EARLY ? (u32)width : columns;
     bool staged = false, started = false;

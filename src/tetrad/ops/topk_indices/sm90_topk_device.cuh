@@ -6,6 +6,15 @@ typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
+// The same pointer, which the compiler cannot follow: it may move a load of what never changes, as these are, over any
+// barrier, and so to where the kernel before still writes.
+template <class T>
+__device__ __forceinline__ T* known_from_here(T* pointer) {
+    u64 address = (u64)pointer;
+    asm volatile("mov.b64 %0, %0;" : "+l"(address) :: "memory");
+    return reinterpret_cast<T*>(address);
+}
+
 __device__ __forceinline__ void barrier_init(u64* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

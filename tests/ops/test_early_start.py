@@ -1,0 +1,69 @@
+"""Kernels that begin while the one before them ends must not touch what that one still writes or reads."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from tests.ops.hopper import on_hopper
+
+from tetrad.bench.cases import Case, Kind, Op, Shape
+from tetrad.bench.inputs import make_inputs
+from tetrad.geometry import IndexDtype
+from tetrad.ops import indexer_logits, nvrtc, plan_indexer, topk_indices
+from tetrad.ops.indexer_logits import sm90 as scorer
+from tetrad.ops.plan_indexer import sm90 as plan
+from tetrad.ops.topk_indices import cuda as topk
+
+K = 100
+
+
+@pytest.mark.parametrize("module", [plan, scorer, topk], ids=lambda module: module.__name__.split(".")[-2])
+def test_all_wait_before_they_load(module):
+    """Nothing but the parameters is looked at before the wait; whatever came before it would be last step's."""
+    source = module.source()
+    assert source.startswith(nvrtc.EARLY_START)
+    body = source[source.index('extern "C" __global__') :]
+    before, after = body.split("wait_for_kernels_before();")
+    assert "let_next_kernel_start();" in before
+    assert not re.search(r"\b\w+\[(?!.*shared)[^\]]*blockIdx|__ldg|load", before), before
+    assert "__restrict__" not in body, "the compiler may load what is restricted before any wait"
+    assert after
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [IndexDtype.FP4, IndexDtype.FP8])
+@pytest.mark.parametrize("shape", [(64, 9000, 1), (7, 3000, 3), (1, 40_000, 1), (200, 300, 1)])
+def test_layers_that_share_their_buffers(dtype, shape):
+    """Every layer's scores go where the last one's were, which its top-k may still be reading; twenty times."""
+    device = torch.device("cuda", 0)
+    case = Case(Op.TOTAL, Shape(Kind.DECODE, *shape), dtype, 64, 128, K)
+    layers = make_inputs(case, 8, device)
+    wanted, chosen = [], [torch.empty((each.q.shape[0], K), dtype=torch.int32, device=device) for each in layers]
+    scores = torch.empty_like(layers[0].logits)
+    for each in layers:
+        own = indexer_logits(*each.scorer_arguments, width=each.width)
+        torch.cuda.synchronize()
+        wanted.append(topk_indices(own, each.visible_end, K))
+        torch.cuda.synchronize()
+    first = layers[0]
+    made = plan_indexer(first.row_request, first.visible_end, width=first.width)
+
+    def step():
+        plan_indexer(first.row_request, first.visible_end, width=first.width, out=made)
+        for each, places in zip(layers, chosen, strict=True):
+            indexer_logits(*each.scorer_arguments, width=each.width, plan=made, out=scores)
+            topk_indices(scores, each.visible_end, K, out=places)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for run in [step] * 10 + [graph.replay] * 10:
+        for places in chosen:
+            places.fill_(-7)
+        run()
+        for got, want in zip(chosen, wanted, strict=True):
+            assert torch.equal(got, want)
