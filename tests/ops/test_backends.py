@@ -12,7 +12,7 @@ from tests.ops.indexer_cases import make_case
 import tetrad.ops
 from tetrad.errors import ConfigError
 from tetrad.ops import backends, indexer_logits
-from tetrad.ops.backends import BACKENDS, UNPROVEN, Backend, Problem, choose_backend, offers
+from tetrad.ops.backends import BACKENDS, Backend, Problem, choose_backend, offers
 from tetrad.platforms import Platform, current_platform
 
 CPU = current_platform("cpu")
@@ -109,7 +109,7 @@ def test_the_example_of_the_documentation_runs():
 def test_what_no_device_has_run_is_not_chosen(monkeypatch):
     """A kernel that had only been emulated was once the default on a GPU: users would have been the first to run it."""
     monkeypatch.setattr("tetrad.ops.nvrtc.unavailable", lambda: None)
-    hopper = Platform("cuda", "sm_90", "test")
-    for (op, name), reason in UNPROVEN.items():
-        refused = {offer.name: offer.reason for offer in offers(op, hopper, FP4) if not offer.supported}
-        assert refused[name] == reason
+    monkeypatch.setattr("tetrad.ops.backends.UNPROVEN", {("indexer_logits", "sm90"): "no device has run it"})
+    first, second, *_ = offers("indexer_logits", Platform("cuda", "sm_90", "test"), FP4)
+    assert (first.name, first.supported, first.reason) == ("sm90", False, "no device has run it")
+    assert (second.name, second.supported) == ("triton", True)

@@ -90,8 +90,8 @@ def hard_rows(width: int, k: int, generator: torch.Generator) -> torch.Tensor:
     rare = torch.full((width,), -torch.inf)
     rare[::3] = torch.nan
     rare[5::11] = -3.4e38
-    # nearly k within four octaves of the largest, most of them at the lower end; k right below these; the rest far below,
-    # so that a power of two of steps from there ends in the middle of the former
+    # nearly k within four octaves of the largest, most of them at the lower end; k right below these; the rest far
+    # below, so that a power of two of steps from there ends in the middle of the former
     places = torch.randperm(width, generator=generator)
     near, below = places[: max(2, k - k // 64 - 2)], places[k : 2 * k]
     steep = torch.full((width,), -517.0)

@@ -19,11 +19,11 @@ from tetrad.geometry import IndexDtype, IndexLayout, ceil_div, data_rows, scale_
 LARGEST_DIFFERENCE = 5e-6
 """Of scores: 1 - 2<x, y> / (<x, x> + <y, y>) must be below this."""
 
-SCORE_GAP = 1e-4
+SCORE_GAPS = {IndexDtype.FP4: 1e-4, IndexDtype.FP8: 1e-3, IndexDtype.BF16: 1e-5, IndexDtype.FP32: 1e-5}
 """Scores that differ by less than this, as a share of the row's largest magnitude, may change places in a total.
 
-FP8 matrix units keep some 14 bits below the largest term of a product (2^-14 is 6e-5). A top-k of its own has no such
-excuse: it must be exact.
+FP8 matrix units keep some 14 bits below the largest term of a product, and the random codes of an FP8 case have terms
+of very different sizes. A top-k of its own has no such excuse: it must be exact.
 """
 
 _ROWS = 8
@@ -78,8 +78,9 @@ class Oracle:
         wrong = _shape_fault(chosen, (case.shape.total_rows, case.k), torch.int32)
         if wrong:
             return wrong
+        allowed = SCORE_GAPS[case.layout.dtype] if case.op is Op.TOTAL else 0.0
         for row, scores in zip(self.rows, self.scores, strict=True):
-            fault = choice_fault(chosen[row], scores, 0.0 if case.op is Op.TOPK else SCORE_GAP)
+            fault = choice_fault(chosen[row], scores, allowed)
             if fault:
                 return f"row {row}: {fault}"
         return None

@@ -139,11 +139,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
 }
 """The back ends of every op, the preferred one first. The last one serves everything."""
 
-UNPROVEN: Mapping[tuple[str, str], str] = {
-    ("plan_indexer", "triton"): "not all of its tests have run on a device yet",
-    ("index_keys", "triton"): "not all of its tests have run on a device yet",
-    ("indexer_logits", "sm90"): "right on its own, but plan, score and top-k after each other died on a device",
-}
+UNPROVEN: Mapping[tuple[str, str], str] = {}
 """(op, back end) that is not chosen yet, and why. They are tested in emulation and offer themselves with that reason;
 the tests marked ``gpu`` and :func:`forced_backends` choose them on a device."""
 

@@ -126,9 +126,6 @@ static float4 load_four(const float* from, bool wanted) {
     if ((size_t)from % 16) fail("a load is not aligned");
     return {from[0], from[1], from[2], from[3]};
 }
-static void copy_to_cache(const float* from, u32 bytes) {
-    if ((size_t)from % 16 || bytes % 16) fail("a bulk copy is not aligned");
-}
 static float load_one(const float* from, bool wanted) { return wanted ? *from : __uint_as_float(0x7fffffff); }
 static void barrier_init(u64* barrier) { *barrier = 0; }
 static void barrier_expect(u64*, u32) {}

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from tetrad.ops.nvrtc import EARLY_START, CudaKernel, cuda_kernel
 
+_ONE_WAVE = 132
+"""Rows that have a multiprocessor each."""
+
 _BINS = 256
 _LIST = 32
 
@@ -31,7 +34,6 @@ class Layout:
     cluster: int = 1
     tiled: bool = False
     tiles: int = 1
-    ahead: int = 0
 
     @property
     def columns(self) -> int:
@@ -112,15 +114,13 @@ def layout_for(rows: int, width: int, k: int) -> Layout:
     The bound is tight while k is well under the number of groups, threads x groups; a larger k takes more of them.
     Which layouts, and from which width on clusters, is what an H200 measured; docs/kernels.md has the figures.
     """
-    few = rows <= 132
+    few = rows <= _ONE_WAVE
     if width > 32768:
         return _long_row(rows, width, k)
     if width > 16384:
         if few:
-            return Layout(1024, 8, 8 if k > 1024 else 4, 1, 8192 if k > 1024 else 4096, early=True)
-        if k <= 1024:
-            return Layout(512, 4, 4, 2, 4096, resident=2, tiled=True, tiles=4)
-        return Layout(1024, 8, 8, 1, 8192, stage=True, early=True)
+            return Layout(1024, 8, 4, 1, 4096, early=True)
+        return Layout(512, 4, 4, 2, 8192 if k > 1024 else 4096, resident=2, tiled=True, tiles=4)
     if width > 8192:
         if k > 1024:
             return Layout(512, 8, 8, 1, 4096, resident=2, stage=True)
@@ -135,25 +135,36 @@ def layout_for(rows: int, width: int, k: int) -> Layout:
 
 
 def _long_row(rows: int, width: int, k: int) -> Layout:
-    """Few rows are spread over clusters, as long as all fit at once; many are streamed by one thread block each."""
+    """Few rows are spread over clusters, as long as all of them are on the device at once; more are streamed by one
+    thread block each."""
     capacity = 8192 if k > 1024 else 4096
-    if rows <= 132:
-        cluster = 8 if rows <= 16 else 4 if rows <= 32 else 1
-        if cluster > 1:
-            if width <= 131072:
-                return Layout(512, 8 if width <= 65536 else 16, 4, 1, 4096, cluster=4)
-            if cluster == 8 and width <= 262144:
-                return Layout(512, 16, 4, 1, 4096, cluster=8)
-            return Layout(512, 8, 4, 2, 4096, cluster=cluster, tiled=True, tiles=8 if cluster == 8 else 16)
-        if width <= 65536:
+    if width <= 65536:
+        if rows <= 16:
+            return Layout(512, 8, 4, 1, 4096, cluster=4)
+        if rows <= 32:
+            return Layout(512, 16, 4, 1, 4096, cluster=2)
+        if rows <= _ONE_WAVE:
             return Layout(1024, 8, 4, 2, capacity, tiled=True, tiles=2)
-        if width <= 131072:
-            return Layout(1024, 8, 4, 1, capacity, tiled=True, tiles=4)
-        if width <= 262144:
-            return Layout(1024, 8, 4, 1, capacity, tiled=True, tiles=8)
-        return Layout(1024, 8, 4, 1, 4096, cluster=2, tiled=True, tiles=16)
+        return Layout(512, 8, 4, 2, capacity, resident=2, tiled=True, tiles=4)
     if width <= 131072:
-        return Layout(512, 8, 4, 2, capacity, resident=2, tiled=True, tiles=4 if width <= 65536 else 8)
+        if rows <= 8:
+            return Layout(512, 8, 4, 1, 2048, cluster=8)
+        if rows <= 16:
+            return Layout(512, 16, 4, 1, 4096, cluster=4)
+        if rows <= _ONE_WAVE:
+            return Layout(1024, 8, 4, 1, capacity, tiled=True, tiles=4)
+        # where high scores stand together a sample of every other block is too small: 100 us instead of 48
+        return Layout(512, 8, 4, 1 if k <= 1024 else 2, capacity, resident=2, tiled=True, tiles=8)
     if width <= 262144:
-        return Layout(1024, 8, 4, 1, capacity, tiled=True, tiles=8)
+        if rows <= 8:
+            return Layout(512, 8, 4, 2, 2048, cluster=8, tiled=True, tiles=4)
+        if rows <= 16:
+            return Layout(512, 16, 4, 1, 4096, cluster=4, tiled=True, tiles=8)
+        if rows <= _ONE_WAVE:
+            return Layout(1024, 8, 4, 1, capacity, tiled=True, tiles=8)
+        return Layout(1024, 8, 4, 2, 8192, tiled=True, tiles=8)
+    if rows <= 16:
+        return Layout(512, 8, 4, 2, 4096, cluster=8, tiled=True, tiles=8)
+    if rows <= 32:
+        return Layout(512, 8, 4, 2, 4096, cluster=4, tiled=True, tiles=16)
     return Layout(1024, 8, 4, 1, 4096, cluster=2, tiled=True, tiles=16)

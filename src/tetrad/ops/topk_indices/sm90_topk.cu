@@ -260,10 +260,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
         group_maxima(values, best);
 #if TILED
         values.load<0, BLOCKS>(part, 0, part.count);
-        if (part.aligned && thread < AHEAD) {
-            const u32 first = CHUNK + thread * 4096;
-            if (first + 4096 <= part.count) copy_to_cache(part.scores + first, 4 * 4096);
-        }
 #endif
         u32 low = FULL, high = 0;
 #pragma unroll

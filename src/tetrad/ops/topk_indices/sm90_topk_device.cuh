@@ -39,11 +39,6 @@ __device__ __forceinline__ void copy_to_shared(float* to, const float* from, u32
                      shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
-// The scores are to be in the second-level cache soon.
-__device__ __forceinline__ void copy_to_cache(const float* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // Four adjacent scores, NaN where they are not wanted. Volatile: all loads of a row are to be under way before the first
 // is waited for.
 __device__ __forceinline__ float4 load_four(const float* from, bool wanted) {
