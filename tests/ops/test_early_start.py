@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,21 @@ def test_all_wait_before_they_load(module):
     assert not re.search(r"\b\w+\[(?!.*shared)[^\]]*blockIdx|__ldg|load", before), before
     assert "__restrict__" not in body, "the compiler may load what is restricted before any wait"
     assert after
+
+
+@pytest.mark.parametrize(
+    ("known", "error", "version", "wanted"),
+    [(True, 0, 13000, True), (True, 0, 12030, True), (True, 0, 12020, False), (True, 1, 13000, False),
+     (False, 0, 13000, False)],
+)  # fmt: skip
+def test_only_where_it_can_be_captured(monkeypatch, known, error, version, wanted):
+    """An older driver refuses such a launch while a graph is captured, and the step would fail."""
+    core = SimpleNamespace(
+        LaunchConfig=SimpleNamespace(**({"programmatic_stream_serialization": None} if known else {}))
+    )
+    driver = SimpleNamespace(cuDriverGetVersion=lambda: (error, version))
+    monkeypatch.setattr(nvrtc.importlib, "import_module", lambda name: {"cuda.bindings.driver": driver}[name])
+    assert nvrtc.can_start_early(core) is wanted
 
 
 @on_hopper

@@ -68,8 +68,8 @@ class CudaKernel:
         self._code = code
         self.device = device
         self.shared_bytes = shared_bytes
-        # releases of cuda-core before 1.0 do not know it; then the kernel starts when the one before has ended
-        early_start = early_start and hasattr(self._core.LaunchConfig, "programmatic_stream_serialization")
+        # otherwise it starts when the kernel before has ended
+        early_start = early_start and can_start_early(self._core)
         self._options = {"programmatic_stream_serialization": True} if early_start else {}
         self._configs: dict[tuple, Any] = {}
         # torch's streams live as long as the process, and cuda-core does not own what it wraps
@@ -174,6 +174,15 @@ def _architecture(index: int) -> str:
     major, minor = torch.cuda.get_device_capability(index)
     # from Hopper on, the matrix instructions are named only by the architecture's own target
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def can_start_early(core: Any) -> bool:
+    """Whether this cuda-core can ask for it (early releases cannot), and this driver can capture it into a CUDA graph,
+    which takes one for CUDA 12.3."""
+    if not hasattr(core.LaunchConfig, "programmatic_stream_serialization"):
+        return False
+    error, version = importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()
+    return not int(error) and version >= 12030
 
 
 def _make_current(index: int) -> None:
