@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.ops.hopper import on_hopper
+from tests.ops.hopper import compiled, machine_code, on_hopper
 
 from tetrad.bench.cases import Case, Kind, Op, Shape
 from tetrad.bench.inputs import make_inputs
@@ -31,6 +31,30 @@ def test_all_wait_before_they_load(module):
     assert not re.search(r"\b\w+\[(?!.*shared)[^\]]*blockIdx|__ldg|load", before), before
     assert "__restrict__" not in body, "the compiler may load what is restricted before any wait"
     assert after
+
+
+KERNELS = {
+    "plan": (plan.source(), plan.defines(128)),
+    **{
+        f"scorer of {dtype}": (scorer.source(), scorer.variant(dtype, 1, 1).defines(dtype, 64))
+        for dtype in (IndexDtype.FP4, IndexDtype.FP8)
+    },
+    **{
+        f"top-k of {rows} x {width}": (topk.source(), topk.macros(topk.layout_for(rows, width, 512)))
+        for rows, width in ((1, 8192), (200, 8192), (1, 32768), (200, 32768), (1, 131072), (64, 131072), (1, 262144))
+    },
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_machine_code_waits_before_it_loads(name, tmp_path):
+    """Compilers move loads of what they take for constant: none may come before the wait (ACQBULK)."""
+    code = machine_code(compiled(*KERNELS[name], tmp_path))
+    before, after = code.split("ACQBULK")
+    assert "PREEXIT" in before
+    memory = re.compile(r"\b(LDG|STG|LD|ST|RED|ATOM|ATOMG|UBLKCP|UBLKPF)\b[. ]")
+    assert not memory.search(before)
+    assert memory.search(after)
 
 
 @pytest.mark.parametrize(

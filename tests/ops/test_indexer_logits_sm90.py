@@ -5,7 +5,6 @@ values; the machine code is read. On a Hopper device the same cases run there, a
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.ops.emulator import emulated_scores
-from tests.ops.hopper import on_hopper
+from tests.ops.hopper import compiled, machine_code, on_hopper, tool
 from tests.ops.indexer_cases import E2M1, bits, calc_diff, is_poison, logits_fp64, make_case, poisoned_output
 
 from tetrad.geometry import IndexDtype
@@ -252,42 +251,14 @@ def test_places_of_the_ring_have_one_owner(groups, ring):
 # ---- machine code -------------------------------------------------------------------------------------------------
 
 
-def tool(name: str) -> str | None:
-    triton = pytest.importorskip("triton")
-    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
-    return str(path) if path.exists() else shutil.which(name)
-
-
 def build(variant: sm90.Variant, dtype: IndexDtype, heads: int, folder: Path) -> tuple[str, str]:
     """(SASS, resource usage) of a variant."""
-    cubin, defines = folder / "scorer.cubin", variant.defines(dtype, heads)
-    nvcc, cuobjdump, nvdisasm = shutil.which("nvcc"), tool("cuobjdump"), tool("nvdisasm")
-    if cuobjdump is None or nvdisasm is None:
-        pytest.skip("needs cuobjdump and nvdisasm")
-    if nvrtc.unavailable() is None:
-        cubin.write_bytes(nvrtc.compile_cubin(sm90.source(), "sm_90a", defines=defines))
-    elif nvcc is not None:
-        (folder / "scorer.cu").write_text(sm90.source())
-        flags = [f"-D{name}={value}" for name, value in defines]
-        subprocess.run(
-            [
-                nvcc,
-                "-std=c++17",
-                "-gencode=arch=compute_90a,code=sm_90a",
-                "-cubin",
-                *flags,
-                "-o",
-                str(cubin),
-                str(folder / "scorer.cu"),
-            ],
-            check=True,
-            capture_output=True,
-        )
-    else:
-        pytest.skip("needs cuda-core or nvcc")
-    sass = subprocess.run([nvdisasm, "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
+    cuobjdump = tool("cuobjdump")
+    if cuobjdump is None:
+        pytest.skip("needs cuobjdump")
+    cubin = compiled(sm90.source(), variant.defines(dtype, heads), folder)
     usage = subprocess.run([cuobjdump, "-res-usage", str(cubin)], check=True, capture_output=True, text=True)
-    return sass, usage.stdout + usage.stderr
+    return machine_code(cubin), usage.stdout + usage.stderr
 
 
 @pytest.mark.parametrize("rows", [1, 2], ids=["rows", "pairs"])
