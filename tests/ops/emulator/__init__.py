@@ -95,14 +95,7 @@ def _address(x: Tensor) -> ctypes.c_void_p:
 
 
 def emulated_plan(
-    row_request: Tensor,
-    visible_end: Tensor,
-    width: int,
-    slots: int,
-    *,
-    threads: int = 128,
-    kept: int = 4,
-    shares: int = SHARES,
+    row_request: Tensor, visible_end: Tensor, width: int, slots: int, *, threads: int = 128, kept: int = 4, shares: int = SHARES
 ) -> tuple[Tensor, Tensor]:
     """(buffer, schedule) as the device would make them."""
     rows = row_request.shape[0]
