@@ -85,9 +85,9 @@ def _scorer(variant: sm90.Variant, dtype: IndexDtype, heads: int) -> ctypes.CDLL
 
 
 @functools.cache
-def _plan(threads: int, kept: int) -> ctypes.CDLL:
+def _plan(threads: int) -> ctypes.CDLL:
     source = re.sub(r"^    __shared__", "    static", sm90_plan.source().replace(EARLY_START, ""), flags=re.MULTILINE)
-    return _build('#include "cuda_on_cpu.h"\n' + source + _PLAN_MAIN, sm90_plan.defines(threads, kept))
+    return _build('#include "cuda_on_cpu.h"\n' + source + _PLAN_MAIN, sm90_plan.defines(threads))
 
 
 def _address(x: Tensor) -> ctypes.c_void_p:
@@ -95,14 +95,14 @@ def _address(x: Tensor) -> ctypes.c_void_p:
 
 
 def emulated_plan(
-    row_request: Tensor, visible_end: Tensor, width: int, slots: int, *, threads: int = 128, kept: int = 4, shares: int = SHARES
+    row_request: Tensor, visible_end: Tensor, width: int, slots: int, *, threads: int = 128, shares: int = SHARES
 ) -> tuple[Tensor, Tensor]:
     """(buffer, schedule) as the device would make them."""
     rows = row_request.shape[0]
     buffer = torch.full((slots, 4), -7, dtype=torch.int32)
     schedule = torch.full((2 * shares + rows + 1, 4), -7, dtype=torch.int32)
     schedule = schedule[(-schedule.data_ptr()) % 16 // 16 :]
-    _plan(threads, kept).run(
+    _plan(threads).run(
         _address(row_request), _address(visible_end), rows, slots, max(1, -(-width // 256)), _address(buffer), shares,
         _address(schedule), 0,
     )  # fmt: skip

@@ -53,18 +53,10 @@ def shares(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def threads_for(rows: int) -> tuple[int, int]:
-    """(threads, rows of each whose blocks are kept rather than looked up in every step of a search)."""
-    if rows <= _FEW_ROWS:
-        return 128, 4
-    return 1024, 4 if rows <= 4096 else 32
-
-
-def defines(threads: int, kept: int) -> tuple[tuple[str, int], ...]:
-    """The macros of the kernel for what :func:`threads_for` says."""
+def defines(threads: int) -> tuple[tuple[str, int], ...]:
+    """The macros of the kernel for blocks of so many threads."""
     return (
         ("THREADS", threads),
-        ("KEPT", kept),
         ("BLOCK", BLOCK),
         ("PAGE", CSA_ENTRIES),
         ("GROUP_ROWS", GROUP_ROWS),
@@ -83,8 +75,8 @@ def plan_indexer(
 ) -> None:
     """Fill ``buffer`` int32 [slots, 4], see :func:`tetrad.ops.plan_indexer.plan_indexer`, and ``schedule``."""
     device = row_request.device
-    threads, kept = threads_for(row_request.shape[0])
-    kernel = cuda_kernel(source(), "plan_indexer", device, defines=defines(threads, kept), early_start=True)
+    threads = 128 if row_request.shape[0] <= _FEW_ROWS else 1024
+    kernel = cuda_kernel(source(), "plan_indexer", device, defines=defines(threads), early_start=True)
     kernel.launch(
         (1 if schedule is None else 2,),
         (threads,),

@@ -1,12 +1,13 @@
 // The indexer's schedules in one launch: block 0 cuts rows into work units (the plan's buffer, as the reference makes
 // it), block 1 cuts groups of rows into equal shares for a persistent grid (the plan's schedule). sm90.py says what they
 // hold. Any number of rows: thread t has the rows t * per_thread and up. Macros: THREADS (a power of two from 64 to
-// 1024), KEPT (of a thread's rows, whose blocks stay in registers), BLOCK, PAGE, GROUP_ROWS, TILE_COST, ROW_COST.
+// 1024), BLOCK, PAGE, GROUP_ROWS, TILE_COST, ROW_COST.
 
 typedef unsigned int u32;
 typedef long long i64;
 
 constexpr int WARPS = THREADS / 32;
+constexpr int KEPT = 4;
 
 struct Larger {
     template <class T> __device__ T operator()(T a, T b) const { return a > b ? a : b; }
@@ -98,18 +99,7 @@ __device__ void cut_rows(const int* request, const int* end, int rows, int per_t
     }
     const int unit = high;
     const float inverse = 1.0f / unit;
-    int at = (int)scan<i64>(units(unit, inverse), 0, Sum(), scratch, all);
-    if (per_thread > 4) {
-        // with many rows to a thread few have more than one unit, and each is quickest to write its own
-        for (int row = first; row < stop; ++row) {
-            const int count = blocks_of(request, end, row), own = units_of(count, unit, inverse);
-            for (int split = 0; split < own; ++split)
-                buffer[at++] = make_int4(row, split * unit, min(unit, count - split * unit), end[row]);
-        }
-        for (int slot = (int)all + threadIdx.x; slot < slots; slot += THREADS) buffer[slot] = make_int4(-1, 0, 0, 0);
-        return;
-    }
-    starts[threadIdx.x] = at;
+    starts[threadIdx.x] = (int)scan<i64>(units(unit, inverse), 0, Sum(), scratch, all);
     __syncthreads();
     for (int slot = threadIdx.x; slot < slots; slot += THREADS) {
         int4 work = make_int4(-1, 0, 0, 0);
