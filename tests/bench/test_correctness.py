@@ -11,7 +11,7 @@ import torch
 from tests.bench.test_inputs import CPU, DECODE, PREFILL, as_oracle_case, make_case
 from tests.ops.indexer_cases import calc_diff, logits_fp64
 from tetrad.bench.cases import Op
-from tetrad.bench.correctness import Oracle, choice_fault, difference_of, exact_scores, plan_fault, poison
+from tetrad.bench.correctness import SCORE_GAPS, Oracle, choice_fault, difference_of, exact_scores, plan_fault, poison
 from tetrad.bench.inputs import make_inputs
 from tetrad.geometry import IndexDtype
 from tetrad.ops import indexer_logits, plan_indexer, topk_indices
@@ -151,3 +151,25 @@ def test_the_difference():
     assert difference_of(zeros, zeros) == 0.0
     assert difference_of(zeros, zeros + 1) == 1.0
     assert not difference_of(zeros, zeros * float("nan")) < 1
+
+
+@pytest.mark.parametrize("dtype", IndexDtype)
+def test_only_a_total_has_a_gap(dtype):
+    """A total may take a place whose score is that little worse; a top-k of its own saw the scores and may not."""
+    allowed = SCORE_GAPS[dtype]
+    assert allowed == {"fp4": 1e-4, "fp8": 1e-3}.get(str(dtype), 1e-5)
+    for op, difference, right in (
+        (Op.TOTAL, 0.5 * allowed, True),
+        (Op.TOTAL, 2 * allowed, False),
+        (Op.TOPK, 0.5 * allowed, False),
+    ):
+        inputs = make_inputs(make_case(op, replace(DECODE, entries=300), str(dtype)), 1, CPU)[0]
+        oracle = Oracle(inputs)
+        k = inputs.case.k
+        row = torch.linspace(1.0, 0.5, 300, dtype=torch.float64)
+        row[k] = row[k - 1] - difference
+        oracle._scores = [row.clone() for _ in oracle.rows]
+        chosen = torch.arange(k, dtype=torch.int32).repeat(inputs.case.shape.total_rows, 1)
+        assert oracle.fault(chosen) is None
+        chosen[:, -1] = k
+        assert (oracle.fault(chosen) is None) is right, (op, difference)

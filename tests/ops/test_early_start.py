@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from types import SimpleNamespace
 
@@ -20,24 +21,20 @@ from tetrad.ops.topk_indices import cuda as topk
 K = 100
 
 
-@pytest.mark.parametrize("module", [plan, scorer, topk], ids=lambda module: module.__name__.split(".")[-2])
-def test_all_wait_before_they_load(module):
-    """Nothing but the parameters is looked at before the wait; whatever came before it would be last step's."""
-    source = module.source()
-    assert source.startswith(nvrtc.EARLY_START)
-    body = source[source.index('extern "C" __global__') :]
-    before, after = body.split("wait_for_kernels_before();")
-    assert "let_next_kernel_start();" in before
-    assert not re.search(r"\b\w+\[(?!.*shared)[^\]]*blockIdx|__ldg|load", before), before
-    assert "__restrict__" not in body, "the compiler may load what is restricted before any wait"
-    assert after
-
-
 KERNELS = {
-    "plan": (plan.source(), plan.defines(128)),
+    **{f"plan of {threads} threads": (plan.source(), plan.defines(threads)) for threads in (128, 1024)},
     **{
-        f"scorer of {dtype}": (scorer.source(), scorer.variant(dtype, 1, 1).defines(dtype, 64))
-        for dtype in (IndexDtype.FP4, IndexDtype.FP8)
+        f"scorer of {dtype}, {heads} heads, {rows} rows": (
+            scorer.source(),
+            scorer.variant(dtype, rows, 1).defines(dtype, heads),
+        )
+        for dtype, heads, rows in (
+            (IndexDtype.FP4, 64, 1),
+            (IndexDtype.FP4, 32, 1),
+            (IndexDtype.FP4, 64, 2),
+            (IndexDtype.FP8, 64, 1),
+            (IndexDtype.FP8, 64, 2),
+        )
     },
     **{
         f"top-k of {rows} x {width}": (topk.source(), topk.macros(topk.layout_for(rows, width, 512)))
@@ -55,6 +52,43 @@ def test_machine_code_waits_before_it_loads(name, tmp_path):
     memory = re.compile(r"\b(LDG|STG|LD|ST|RED|ATOM|ATOMG|UBLKCP|UBLKPF)\b[. ]")
     assert not memory.search(before)
     assert memory.search(after)
+
+
+class FakeCore:
+    """What a launch asks of cuda.core; remembers the options."""
+
+    def __init__(self):
+        self.options = {}
+        self.Stream = SimpleNamespace(from_handle=lambda handle: handle)
+
+        def config(**options):
+            self.options = options
+
+        config.programmatic_stream_serialization = None
+        self.LaunchConfig = config
+
+    def launch(self, *arguments):
+        pass
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_launches_ask_for_it(monkeypatch, early):
+    """One that did not would only be slow; a kernel without the wait that was launched so would read old scores."""
+    core = FakeCore()
+    driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, 13000))
+    monkeypatch.setattr(nvrtc, "_cuda_core", lambda: core)
+    monkeypatch.setattr(nvrtc, "_make_current", lambda index: None)
+    monkeypatch.setattr(nvrtc.importlib, "import_module", lambda name: {"cuda.bindings.driver": driver}[name])
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=7))
+    nvrtc.CudaKernel(None, None, 0, 100, early).launch((3,), (64,), 1)
+    assert core.options["grid"] == (3, 1, 1)
+    assert core.options.get("programmatic_stream_serialization", False) is early
+
+
+def test_a_source_without_the_wait_is_refused():
+    with pytest.raises(AssertionError, match="run into the kernel before"):
+        nvrtc.cuda_kernel("__global__ void f() {}", "f", torch.device("cuda", 0), early_start=True)
 
 
 @pytest.mark.parametrize(

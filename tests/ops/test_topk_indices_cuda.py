@@ -67,7 +67,7 @@ EMULATED = [
     (cuda.Layout(64, 8, 4, 2, 256, cluster=4, tiled=True, tiles=2), [(12999, 70), (515, 100)]),
     (cuda.Layout(64, 4, 4, 1, 64, cluster=8), [(8191, 200), (300, 20)]),
 ]
-"""(layout, (width, k)) with pools that some of the rows overflow; the last one is longer than its map."""
+"""(layout, (width, k)) with pools that some of the rows overflow. 8001 and 9300 columns are longer than their maps."""
 
 
 def misleading_row(layout, width, generator):

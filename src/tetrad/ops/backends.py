@@ -86,9 +86,7 @@ def _triton_topk(platform: Platform, problem: Problem) -> tuple[bool, str]:
 
 
 def _triton_plan(platform: Platform, problem: Problem) -> tuple[bool, str]:
-    if platform.device_type != "cuda":
-        return False, f"Triton compiles for GPUs, not for {platform.arch}"
-    return True, "portable Triton"
+    return _triton_topk(platform, problem)
 
 
 def _triton_scorer(platform: Platform, problem: Problem) -> tuple[bool, str]:
@@ -140,8 +138,9 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
 """The back ends of every op, the preferred one first. The last one serves everything."""
 
 UNPROVEN: Mapping[tuple[str, str], str] = {}
-"""(op, back end) that is not chosen yet, and why. They are tested in emulation and offer themselves with that reason;
-the tests marked ``gpu`` and :func:`forced_backends` choose them on a device."""
+"""(op, back end) that is not chosen yet, and why; none at present. A kernel that no device has run stands here: it is
+tested in emulation and offers itself with that reason, and the tests marked ``gpu`` and :func:`forced_backends` choose
+it on a device."""
 
 
 def offers(op: str, platform: Platform, problem: Problem) -> tuple[Offer, ...]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tetrad.errors import ConfigError
 
-__all__ = ["CudaKernel", "compile_cubin", "cuda_kernel", "unavailable"]
+__all__ = ["EARLY_START", "CudaKernel", "can_start_early", "compile_cubin", "cuda_kernel", "unavailable"]
 
 _OPT_IN_SHARED_BYTES = 48 * 1024
 """Dynamic shared memory above which a kernel has to ask the driver."""
@@ -120,6 +120,7 @@ def cuda_kernel(
     :param early_start: the source begins with :data:`EARLY_START` and keeps to it
     :raises ConfigError: where nothing can be compiled, or the device has less shared memory
     """
+    assert not early_start or source.startswith(EARLY_START), "it would run into the kernel before it"
     index = device.index if device.index is not None else torch.cuda.current_device()
     with torch.cuda.device(index):
         _make_current(index)
@@ -177,8 +178,8 @@ def _architecture(index: int) -> str:
 
 
 def can_start_early(core: Any) -> bool:
-    """Whether this cuda-core can ask for it (early releases cannot), and this driver can capture it into a CUDA graph,
-    which takes one for CUDA 12.3."""
+    """Whether ``core``, the cuda.core module, can ask for it (early releases cannot), and this driver can capture it
+    into a CUDA graph, which takes one for CUDA 12.3."""
     if not hasattr(core.LaunchConfig, "programmatic_stream_serialization"):
         return False
     error, version = importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()

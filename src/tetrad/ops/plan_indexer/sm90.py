@@ -66,14 +66,18 @@ def defines(threads: int) -> tuple[tuple[str, int], ...]:
 
 
 def new_schedule(rows: int, device: torch.device) -> Tensor:
-    """An uninitialised schedule for so many rows."""
+    """An uninitialised schedule for so many rows: int32 [2 * shares + rows, 4]."""
     return torch.empty((2 * shares(device) + rows, 4), dtype=torch.int32, device=device)
 
 
 def plan_indexer(
     row_request: Tensor, visible_end: Tensor, buffer: Tensor, *, width: int, schedule: Tensor | None = None
 ) -> None:
-    """Fill ``buffer`` int32 [slots, 4], see :func:`tetrad.ops.plan_indexer.plan_indexer`, and ``schedule``."""
+    """Fill ``buffer`` int32 [slots, 4], see :func:`tetrad.ops.plan_indexer.plan_indexer`, and ``schedule`` as
+    :func:`new_schedule` made it.
+
+    :raises ConfigError: where CUDA C++ cannot be compiled
+    """
     device = row_request.device
     threads = 128 if row_request.shape[0] <= _FEW_ROWS else 1024
     kernel = cuda_kernel(source(), "plan_indexer", device, defines=defines(threads), early_start=True)

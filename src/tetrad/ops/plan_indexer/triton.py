@@ -53,14 +53,15 @@ def launch_options(rows: int, arch: str) -> dict[str, Any]:
 
 
 def new_schedule(rows: int, device: torch.device) -> Tensor:
-    """An uninitialised schedule for so many rows."""
+    """An uninitialised schedule for so many rows: int32 [512 + rows, 4]."""
     return torch.empty((LEAST_SLOTS + rows, 4), dtype=torch.int32, device=device)
 
 
 def plan_indexer(
     row_request: Tensor, visible_end: Tensor, buffer: Tensor, *, width: int, schedule: Tensor | None = None
 ) -> None:
-    """Fill ``buffer`` int32 [slots, 4], see :func:`tetrad.ops.plan_indexer.plan_indexer`, and ``schedule``."""
+    """Fill ``buffer`` int32 [slots, 4], see :func:`tetrad.ops.plan_indexer.plan_indexer`, and ``schedule`` as
+    :func:`new_schedule` made it."""
     rows, device = row_request.shape[0], row_request.device
     most_blocks = max(1, ceil_div(width, BLOCK))
     groups = buffer if schedule is None else schedule

@@ -50,8 +50,10 @@ class Layout:
 
 
 def topk_indices(logits: Tensor, visible_end: Tensor, k: int, out: Tensor) -> None:
-    """Fill ``out`` int32 [R, k], the chosen columns in ascending order; see
-    :func:`tetrad.ops.topk_indices.topk_indices`.
+    """Fill ``out`` int32 [R, k], the chosen columns in ascending order, from ``logits`` fp32 [R, width] and
+    ``visible_end`` int32 [R]; see :func:`tetrad.ops.topk_indices.topk_indices`.
+
+    :raises ConfigError: where CUDA C++ cannot be compiled
     """
     rows, width = logits.shape
     if not rows:
@@ -78,16 +80,11 @@ def compiled(layout: Layout, device: torch.device) -> CudaKernel:
 
 @functools.cache
 def teams(layout: Layout, device: torch.device) -> int:
-    """Rows that are looked at at once: as many as fit where the next row is copied meanwhile, else any number.
-
-    Thread blocks of a cluster are neighbours on the chip, whose neighbourhoods have 16 or 18 multiprocessors.
-    """
+    """Rows that are looked at at once: as many as fit where the next row is copied meanwhile, else any number."""
     if not layout.stage:
         return 1 << 30
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    if layout.cluster > 2:
-        multiprocessors = multiprocessors // 16 * 16
-    return max(1, multiprocessors * layout.resident // layout.cluster)
+    assert layout.cluster == 1, "clusters hold or stream their rows"
+    return torch.cuda.get_device_properties(device).multi_processor_count * layout.resident
 
 
 @functools.cache
@@ -136,7 +133,7 @@ def layout_for(rows: int, width: int, k: int) -> Layout:
 
 def _long_row(rows: int, width: int, k: int) -> Layout:
     """Few rows are spread over clusters, as long as all of them are on the device at once; more are streamed by one
-    thread block each."""
+    thread block each, beyond 262144 columns by two."""
     capacity = 8192 if k > 1024 else 4096
     if width <= 65536:
         if rows <= 16:

@@ -4,16 +4,12 @@
 // of a row; TILED, whether a thread block's part of a row may be longer than its threads hold, so that it is read again
 // for every look; TILES that the map has room for; STAGE, whether the next row is copied while this one is looked at;
 // EARLY, whether the first loads start before the row's end is known; STEP, whether all blocks (1) or every other one (2)
-// is the sample for the bound; GROUPS of a thread's scores; CAPACITY of the pool; RESIDENT thread blocks of a
+// is the sample for the bound (TILED: the sample has as many vectors, but from all over the part); GROUPS of a thread's scores; CAPACITY of the pool; RESIDENT thread blocks of a
 // multiprocessor; SHARED_BYTES.
 #include "sm90_topk_device.cuh"
 #include "sm90_topk_team.cuh"
 #include "sm90_topk_row.cuh"
 #include "sm90_topk_output.cuh"
-
-#ifndef MARK
-#define MARK(phase)   // a build that measures reads the clock here
-#endif
 
 // calls see(tile) with the scores of each tile in `values`
 template <class See>
@@ -112,7 +108,6 @@ __device__ __forceinline__ u32 choose_from_pool(
     // a bound that follows from few of the scores may be too high
     if (!enough) range.spilled = true;
     if (range.spilled) return 0;
-    MARK(6);
     if (thread == 0) shared.pool_count = 0;
     const bool all = range.held == range.need, tied = range.low == range.limit;
     for (u32 i = thread; i < count; i += THREADS) {
@@ -216,7 +211,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
     u32 parity = 0, turn = 0;
     Values values;
     for (; index < (u32)rows; index += teams) {
-        MARK(0);
         const u32 next = index + teams;
         const u32 next_columns = next < (u32)rows ? end_of(next) : 0;
         const float* row = logits + (long long)index * logits_stride;
@@ -249,7 +243,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
             values.load<SAMPLE, BLOCKS>(part, 0, part.count);
         values.end_at<0, SAMPLE>(part, 0);
 #endif
-        MARK(1);
 
         // The bound: at least `rank` groups, and so as many scores, reach it. Where few of the scores are looked at,
         // twice as many as k of all of them are expected to.
@@ -269,7 +262,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
             high = max(high, key);
         }
         team_range(shared, low, high);
-        MARK(2);
         staged = false;
 #if STAGE
         if (next_columns > (u32)k) {
@@ -289,7 +281,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
                 for (u32 group = 0; group < GROUPS; ++group) add(key_of(best[group]));
             });
         const u32 least = bounded ? range.low : 0;
-        MARK(3);
 
         // The pool: the scores that reach it. Without a bound all do, NaN as well.
         const float below = score_below(max(least, MINUS_INFINITY + 1));
@@ -311,11 +302,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
                     word = (i % Mask::BITS ? word << 1 : 0) | (column_at(tile, i >> 2) + (i & 3) < part.count);
                 }
             }
-            MARK(4);
             to_pool(shared, tile, mask);
         }
         __syncthreads();
-        MARK(5);
         const u32 pooled = shared.pool_count;
         bool spilled = pooled > CAPACITY || part.tiles() > TILES;
         u32 ties = 0;
@@ -325,7 +314,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
             ties = choose_from_pool(shared, turn, range, part, spilled ? 0 : pooled);
             spilled = range.spilled;
         }
-        MARK(7);
         if (!RARELY(spilled)) {
 #if TILED
             WholeMap map(shared, max(1u, part.tiles()));
@@ -353,7 +341,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_DIMS
             range.spilled = false;
             choose_from_all(shared, turn, range, values, part, out);
         }
-        MARK(8);
         columns = known = next_columns;
     }
     // nobody leaves while others may look at its memory

@@ -7,7 +7,9 @@ typedef unsigned long long u64;
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // The same pointer, which the compiler cannot follow: it may move a load of what never changes, as these are, over any
-// barrier, and so to where the kernel before still writes.
+// barrier, and so to where the kernel before still writes. Such loads may also find what another kernel's loads left in a
+// multiprocessor's first-level cache: a kernel that writes scores and starts early has to fill multiprocessors, as the
+// scorer does, so that nothing of the next one is there before it ends.
 template <class T>
 __device__ __forceinline__ T* known_from_here(T* pointer) {
     u64 address = (u64)pointer;

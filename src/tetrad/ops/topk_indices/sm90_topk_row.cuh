@@ -3,6 +3,8 @@
 // Each thread holds BLOCKS float4. The first SAMPLE of them are every STEP-th block of the row, so they are a fair
 // sample of it; the others follow. Where a part is longer than that, its sample is read apart: one of `step` pieces.
 #define SAMPLE (BLOCKS / STEP)
+static_assert(!(EARLY && (TILED || CLUSTER > 1)), "where a part begins follows from the row's end");
+static_assert(!(TILED && STAGE), "a stage holds a whole row");
 #define PIECE 16   // columns: 64 bytes, what the memory gives at once
 
 __device__ __forceinline__ u32 block_at(u32 order) {
