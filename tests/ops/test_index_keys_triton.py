@@ -4,11 +4,7 @@ code for every architecture, and the same cases on any CUDA device."""
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +23,7 @@ from tests.ops.index_key_trials import (
     page_memory,
     pages_in,
 )
+from tests.ops.triton_process import TARGETS, on_cuda, run
 
 from tetrad.ops.backends import Problem, offers
 from tetrad.ops.index_keys import reference
@@ -102,21 +99,6 @@ torch.save(results, sys.argv[1])
 """
 
 
-def run(program: str, *arguments: str, **environment: str) -> str:
-    """In a process of its own: whether Triton interprets is decided when it is imported."""
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return done.stdout
-
-
 FAR = next(case for case in keys() if case.kind == "fp4" and case.count == 3)
 
 
@@ -147,8 +129,7 @@ def test_pages_far_apart(interpreted):
 # ---- machine code -------------------------------------------------------------------------------------------------
 
 COMPILED = """
-import json, re, subprocess, sys, tempfile
-from pathlib import Path
+import json, re, sys
 
 import torch
 import triton
@@ -156,9 +137,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tetrad.geometry import IndexDtype, IndexLayout
+from tests.ops.triton_process import resources
 from tetrad.ops.index_keys import triton as portable
 
-TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 ELEMENTS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 results = {}
 for arch, *target, op, dtype, kind, dim in json.loads(sys.argv[1]):
@@ -184,21 +165,13 @@ for arch, *target, op, dtype, kind, dim in json.loads(sys.argv[1]):
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature, constexprs=none | constants, attrs=aligned)
     built = triton.compile(source, target=GPUTarget(*target), options=options)
+    registers, stack = resources(built)
     if "cubin" in built.asm:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(built.asm["cubin"])
-            file.flush()
-            done = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True)
-        usage = dict(re.findall(r"(REG|STACK):([0-9]+)", done.stdout + done.stderr))
-        registers, stack = int(usage["REG"]), int(usage["STACK"])
         text = built.asm["ptx"]
         fused = len(re.findall(r"fma[.]rn[.]f32", text))
         approximate = re.findall(r"[a-z]+[.](?:approx|full|ftz)[^ ]*", text)
     else:
         text = built.asm["amdgcn"]
-        counts = dict(re.findall(r"[.](vgpr_count|vgpr_spill_count|private_segment_fixed_size):\\s+([0-9]+)", text))
-        registers = int(counts["vgpr_count"])
-        stack = int(counts["vgpr_spill_count"]) + int(counts["private_segment_fixed_size"])
         fused = len(re.findall(r"v_(?:fma|fmac|mad|mac)_f32", text)) + 2 * len(re.findall(r"v_pk_fma_f32", text))
         approximate = [] if re.search(r"denorm_mode_32 3", text) else ["flushes"]
     threads = options["num_warps"] * target[2]
@@ -207,14 +180,6 @@ for arch, *target, op, dtype, kind, dim in json.loads(sys.argv[1]):
 print(json.dumps(results))
 """
 
-TARGETS = {
-    "sm_80": ("cuda", 80, 32),
-    "sm_90": ("cuda", 90, 32),
-    "sm_100": ("cuda", 100, 32),
-    "sm_120": ("cuda", 120, 32),
-    "gfx942": ("hip", "gfx942", 64),
-    "gfx950": ("hip", "gfx950", 64),
-}
 BUILDS = [(arch, op, "bfloat16", "fp4", 128) for arch in TARGETS for op in ("query", "key")]
 BUILDS += [(arch, op, "bfloat16", "fp8", 128) for arch, op in (("sm_80", "query"), ("gfx942", "key"))]
 BUILDS += [("sm_90", "query", "float32", "fp4", 128), ("sm_120", "query", "bfloat16", "bf16", 64)]
@@ -271,12 +236,6 @@ def test_offers(arch, dim, served, all_proven):
 
 
 # ---- on the device ------------------------------------------------------------------------------------------------
-
-
-def on_cuda(test):
-    """Its twin under the interpreter runs everywhere."""
-    test = pytest.mark.usefixtures("all_proven")(test)
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 
 @on_cuda

@@ -9,15 +9,8 @@ import pytest
 import torch
 from tests.ops.indexer_cases import IndexerCase, bits, make_case
 from tests.ops.indexer_trials import MIXED, PREFILL, Trial, check, trials
-from tests.ops.test_indexer_logits_triton import (
-    COMPILED,
-    MATRIX_UNITS,
-    TARGETS,
-    device_output,
-    on_cuda,
-    run,
-    to_device,
-)
+from tests.ops.test_indexer_logits_triton import COMPILED, MATRIX_UNITS, device_output, to_device
+from tests.ops.triton_process import TARGETS, on_cuda, run
 
 from tetrad.geometry import IndexDtype, IndexLayout
 from tetrad.ops import backends, indexer_logits, plan_indexer

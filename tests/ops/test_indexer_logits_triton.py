@@ -4,17 +4,14 @@ architecture, and the same cases on any CUDA device."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from tests.ops.indexer_cases import IndexerCase, bits, make_case, poisoned_output
 from tests.ops.indexer_trials import GUARD, Trial, check, trials
+from tests.ops.triton_process import TARGETS, on_cuda, run
 
 from tetrad.geometry import IndexDtype, IndexLayout
 from tetrad.ops import plan_indexer
@@ -66,21 +63,6 @@ for name, (arguments, dtype, head_dim, width, slots, units) in torch.load(sys.ar
     results[name] = out, memory
 torch.save(results, sys.argv[2])
 '''
-
-
-def run(program: str, *arguments: str, **environment: str) -> str:
-    """In a process of its own: whether Triton interprets is decided when it is imported."""
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return done.stdout
 
 
 INVARIANCE = ["fp4-H64-D128", "fp8-H64-D128", "bf16-H64-D128", "fp32-H64-D128", "edges-of-scales", "fp8-spread-31"]
@@ -158,17 +140,16 @@ def test_an_infinite_key_stays_infinite(interpreted):
 # ---- machine code -------------------------------------------------------------------------------------------------
 
 COMPILED = """
-import json, re, subprocess, sys, tempfile
-from pathlib import Path
+import json, re, sys
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tetrad.geometry import IndexDtype
+from tests.ops.triton_process import resources
 from tetrad.ops.indexer_logits import triton as portable
 
-TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 results = {}
 for arch, *target, dtype, heads, head_dim, grouped in json.loads(sys.argv[1]):
     choose = portable.group_constants if grouped else portable.launch_constants
@@ -190,33 +171,16 @@ for arch, *target, dtype, heads, head_dim, grouped in json.loads(sys.argv[1]):
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)
     built = triton.compile(source, target=GPUTarget(*target), options=options)
+    registers, stack = resources(built)
     if "cubin" in built.asm:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(built.asm["cubin"])
-            file.flush()
-            done = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True)
-        usage = dict(re.findall(r"(REG|STACK):([0-9]+)", done.stdout + done.stderr))
-        registers, stack = int(usage["REG"]), int(usage["STACK"])
         mma = re.findall(r"(?:tcgen05[.]mma|wgmma[.]mma_async|mma[.]sync)[^ ;]*", built.asm["ptx"])
     else:
-        text = built.asm["amdgcn"]
-        counts = dict(re.findall(r"[.](vgpr_count|vgpr_spill_count|private_segment_fixed_size):\\s+([0-9]+)", text))
-        registers = int(counts["vgpr_count"])
-        stack = int(counts["vgpr_spill_count"]) + int(counts["private_segment_fixed_size"])
-        mma = re.findall(r"v_mfma\\w+", text)
+        mma = re.findall(r"v_mfma\\w+", built.asm["amdgcn"])
     key = f"{arch}-{dtype}-H{heads}-D{head_dim}"
     results[key] = {"registers": registers, "stack": stack, "shared": built.metadata.shared, "mma": sorted(set(mma))}
 print(json.dumps(results))
 """
 
-TARGETS = {
-    "sm_80": ("cuda", 80, 32),
-    "sm_90": ("cuda", 90, 32),
-    "sm_100": ("cuda", 100, 32),
-    "sm_120": ("cuda", 120, 32),
-    "gfx942": ("hip", "gfx942", 64),
-    "gfx950": ("hip", "gfx950", 64),
-}
 MATRIX_UNITS = {
     "sm_80": {"fp4": r"mma\.sync.*m16n8k16.*bf16", "fp8": r"mma\.sync.*m16n8k16.*f32\.f16", "bf16": r"mma\.sync.*bf16"},
     "sm_90": {"fp4": r"wgmma.*bf16", "fp8": r"wgmma.*e4m3\.e4m3", "bf16": r"wgmma.*bf16"},
@@ -292,12 +256,6 @@ def test_offers(arch, dtype, heads, dim, served, all_proven):
 
 
 # ---- on the device ------------------------------------------------------------------------------------------------
-
-
-def on_cuda(test):
-    """Its twin under the interpreter runs everywhere."""
-    test = pytest.mark.usefixtures("all_proven")(test)
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 
 def to_device(case: IndexerCase) -> list:

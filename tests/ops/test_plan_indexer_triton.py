@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.ops.test_indexer_logits_triton import TARGETS, on_cuda, run
 from tests.ops.test_plan_indexer import enumerate_units
+from tests.ops.triton_process import TARGETS, on_cuda, run
 
 from tetrad.ops import IndexerPlan, backends, plan_indexer
 from tetrad.ops.backends import Problem, offers
@@ -137,16 +137,15 @@ def test_plan_and_schedule(number, interpreted):
 # ---- machine code -------------------------------------------------------------------------------------------------
 
 COMPILED = """
-import json, re, subprocess, sys, tempfile
-from pathlib import Path
+import json, sys
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.ops.triton_process import resources
 from tetrad.ops.plan_indexer import triton as portable
 
-TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 results = {}
 for arch, *target, rows in json.loads(sys.argv[1]):
     constants = portable.launch_options(rows, arch)
@@ -159,15 +158,7 @@ for arch, *target, rows in json.loads(sys.argv[1]):
     signature |= dict.fromkeys(constants, "constexpr")
     built = triton.compile(ASTSource(portable.plan_kernel, signature, constexprs=constants),
                            target=GPUTarget(*target), options=options)
-    if "cubin" in built.asm:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(built.asm["cubin"])
-            file.flush()
-            done = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True)
-        stack = int(re.search(r"STACK:([0-9]+)", done.stdout + done.stderr)[1])
-    else:
-        stack = int(re.search(r"[.]vgpr_spill_count:\\s+([0-9]+)", built.asm["amdgcn"])[1])
-    results[f"{arch}-{rows}"] = {"stack": stack, "shared": built.metadata.shared, "target": target[1]}
+    results[f"{arch}-{rows}"] = {"stack": resources(built)[1], "shared": built.metadata.shared, "target": target[1]}
 print(json.dumps(results))
 """
 BUILDS = [(arch, 4096) for arch in TARGETS]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tests.ops.triton_process import TARGETS, run
 
 triton = pytest.importorskip("triton")
 
@@ -45,29 +42,6 @@ for name, target in json.loads(sys.argv[1]).items():
     results[name] = [kernel.metadata.shared, kernel.asm.get("amdgcn", kernel.asm.get("ptx"))]
 print(json.dumps(results))
 """
-
-TARGETS = {
-    "sm_80": ("cuda", 80, 32),
-    "sm_90": ("cuda", 90, 32),
-    "sm_100": ("cuda", 100, 32),
-    "sm_120": ("cuda", 120, 32),
-    "gfx942": ("hip", "gfx942", 64),
-    "gfx950": ("hip", "gfx950", 64),
-}
-
-
-def run(program: str, *arguments: str, **environment: str) -> str:
-    """In a process of its own: whether Triton interprets is decided when it is imported."""
-    paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def chosen(row: list[float], k: int) -> list[int]:
