@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import pickle
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from tetrad.cache.block_manager import BlockManager, Holding
-from tetrad.cache.kv_cache import KVCaches
-from tetrad.cache.spec import CacheSizes, CacheSpec
-from tetrad.engine.batch import Batch, ScheduledSequence
-from tetrad.engine.step_stager import StepStager
-from tetrad.geometry import IndexDtype, KVDtype, blocks_for, window_blocks_bound
+from tetrad.cache.groups import CacheSizes
+from tetrad.cache.pools import CachePools
+from tetrad.core.plan import NEXT, Admission, BlockDelta, Segment, StepPlan
+from tetrad.geometry import DRAFT_ROWS, IndexDtype, KVDtype, blocks_for, width_blocks
+from tetrad.models.caches import cache_groups, layer_caches
 from tetrad.models.checkpoint.dummy import fill_dummy
 from tetrad.models.config import ModelConfig
 from tetrad.models.deepseek_v4 import DeepseekV4
 from tetrad.models.indexer import IndexerOptions
 from tetrad.models.linear import ActivationQuant
+from tetrad.models.step import StepShape
+from tetrad.runner.request_table import RequestTable
 
 
 def dummy_model(
@@ -35,20 +37,12 @@ def dummy_model(
 
 
 @dataclass
-class FakeSequence:
-    """As much of an engine's sequence as the stager reads."""
+class Held:
+    """A sequence: its tokens, its row in the request table, and its blocks."""
 
-    token_ids: list[int]
-    holding: Holding
-    computed: int = 0
-    is_stem: bool = False
-
-    @property
-    def length(self) -> int:
-        return len(self.token_ids)
-
-    def tokens(self, start: int, end: int) -> list[int]:
-        return self.token_ids[start:end]
+    request: int
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
 
 
 class Session:
@@ -65,57 +59,76 @@ class Session:
         max_seqs: int = 4,
         scatter: int = 0,
     ) -> None:
-        config = model.config
         self.model = model
-        spec = CacheSpec(
-            config.compress_ratios,
-            config.head_dim,
-            config.qk_rope_head_dim,
-            config.index_head_dim,
-            config.sliding_window,
-            KVDtype(kv_dtype),
-            IndexDtype(index_dtype),
-            dtype,
+        groups = cache_groups(
+            model.config, kv_dtype=KVDtype(kv_dtype), index_dtype=IndexDtype(index_dtype), compute_dtype=dtype
         )
-        sizes = CacheSizes(
-            blocks_for(max_len) * max_seqs,
-            window_blocks_bound(max_seqs, max_len * max_seqs, config.sliding_window),
-            max_seqs,
-        )
-        self.caches = KVCaches(spec, sizes, "cpu")
-        self.caches.poison()
-        self.manager = BlockManager(sizes, config.sliding_window)
+        blocks = blocks_for(max_len) * max_seqs
+        self.pools = CachePools(groups, CacheSizes(blocks, max_seqs, max_len * max_seqs), "cpu")
+        self.pools.poison()
+        self.caches = layer_caches(model.config, self.pools)
         generator = torch.Generator().manual_seed(scatter)
-        for pool in (self.manager.blocks, self.manager.window_blocks, self.manager.state_slots):
-            pool._free = torch.randperm(pool.size, generator=generator).tolist()
-        self.stager = StepStager(
-            max_num_seqs=max_seqs,
-            max_num_batched_tokens=max_len * max_seqs,
-            max_model_len=max_len,
+        self.free_blocks = torch.randperm(blocks, generator=generator).tolist()
+        self.free_requests = torch.randperm(max_seqs, generator=generator).tolist()
+        self.table = RequestTable(
+            requests=max_seqs,
+            max_model_len_blocks=blocks_for(max_len),
+            step_rows=max_len * max_seqs,
             device=torch.device("cpu"),
         )
-        self.sequences: dict[str, FakeSequence] = {}
+        self.sequences: dict[str, Held] = {}
+        self.shapes: list[StepShape] = []
 
-    @torch.no_grad()
-    def feed(self, tokens: dict[str, list[int]]) -> dict[str, tuple[Tensor, Tensor]]:
-        """One step: append these tokens to these sequences. Per sequence (logits [n, V], streams [n, N, D])."""
-        batch = Batch()
+    def feed(
+        self, tokens: dict[str, list[int]], accept: dict[str, int] | None = None
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """One step: append these tokens to these sequences. Per sequence (logits [n, V], streams [n, N, D]).
+
+        ``accept``: of a sequence's tokens only so many count, and the next step goes on behind them.
+        """
+        segments, admissions, deltas = [], [], []
         for name, new in tokens.items():
             if name not in self.sequences:
-                self.sequences[name] = FakeSequence([], self.manager.admit())
-            sequence = self.sequences[name]
-            start = sequence.length
-            sequence.token_ids += new
-            assert self.manager.grow(sequence.holding, start, sequence.length)
-            batch.scheduled.append(ScheduledSequence(sequence, start, len(new)))  # type: ignore[arg-type]
-        inputs = self.stager.stage(batch)
-        streams = self.model.streams(inputs, self.model.metadata(inputs), self.caches)[: inputs.rows]
-        logits = self.model.logits(streams)
+                self.sequences[name] = Held(self.free_requests.pop())
+                admissions.append(Admission(self.sequences[name].request, 0, 0))
+            held = self.sequences[name]
+            start = len(held.tokens)
+            for index in range(len(held.blocks), blocks_for(start + len(new))):
+                held.blocks.append(self.free_blocks.pop())
+                deltas.append(BlockDelta(held.request, index, held.blocks[index]))
+            decodes = start > 0 and len(new) <= 1 + DRAFT_ROWS
+            if decodes:
+                self.table.draw([held.request], new[:1])
+            segments.append(
+                Segment(
+                    held.request,
+                    len(new),
+                    NEXT if decodes else start,
+                    tuple(new[1:] if decodes else new),
+                    len(new),
+                )
+            )
+            held.tokens += new
+        longest = max(len(held.tokens) for held in self.sequences.values())
+        plan = StepPlan(tuple(segments), width_blocks(longest), tuple(admissions), tuple(deltas))
+        return self._run(plan, tokens, accept or {})
+
+    @torch.no_grad()
+    def _run(
+        self, plan: StepPlan, tokens: dict[str, list[int]], accept: dict[str, int]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        rows = self.table.apply(pickle.loads(pickle.dumps(plan)))
+        self.shapes.append(rows.shape)
+        streams = self.model.streams(self.model.metadata(rows), self.caches)
+        logits = self.model.logits(streams[rows.wanted.clamp_min(0)])
         result, row = {}, 0
-        for item, name in zip(batch.scheduled, tokens, strict=True):
-            result[name] = (logits[row : row + item.count].clone(), streams[row : row + item.count].clone())
-            row += item.count
-            self.manager.leave_behind(item.sequence.holding, item.end)
+        for name, new in tokens.items():
+            held, end = self.sequences[name], row + len(new)
+            result[name] = (logits[row:end].clone(), streams[row:end].clone())
+            row = end
+            if name in accept:
+                del held.tokens[len(held.tokens) - len(new) + accept[name] :]
+            self.table.advance([held.request], [len(held.tokens)])
         return result
 
     def run(self, name: str, tokens: list[int], chunks: list[int]) -> tuple[Tensor, Tensor]:
@@ -129,5 +142,7 @@ class Session:
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     def release(self, name: str) -> None:
-        """Give a sequence's holdings back; its blocks keep stale contents, as they would in an engine."""
-        self.manager.release(self.sequences.pop(name).holding)
+        """Give back what a sequence holds; its blocks and rings keep stale contents, as they would in an engine."""
+        held = self.sequences.pop(name)
+        self.free_blocks += held.blocks
+        self.free_requests.append(held.request)

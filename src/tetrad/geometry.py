@@ -1,8 +1,8 @@
 """Where everything lies: block sizes, page layouts, and every address formula.
 
 A *block* is 256 original tokens of one request. One block table per request drives three caches at once: block ``b``
-holds 64 CSA entries, 64 index entries and ``256 / hca_ratio`` HCA entries. The window cache has blocks (and a table)
-of its own, of 256 raw tokens each.
+holds 64 CSA entries, 64 index entries and ``256 / hca_ratio`` HCA entries. The window's raw keys lie in a *ring* per
+request, and so do the tokens that a compressor still needs.
 
 A *page* is the bytes of one block in one layer's cache. Inside a page the entries' data come first and their scales
 after them, so that a page can be copied as one run of bytes. All addresses are int64.
@@ -32,6 +32,9 @@ FP4_GROUP = 32
 
 KV_GROUP = 64
 """Rope-free channels of a main KV entry that share one e8m0 scale."""
+
+DRAFT_ROWS = 8
+"""Most draft rows of a request in one step, beside the row of its last token. Rings have room for them."""
 
 PAGE_ALIGNMENT = 16
 """Pages start at multiples of this many bytes, so that a kernel can load 16 bytes at once."""
@@ -165,6 +168,26 @@ class KVLayout:
 PageLayout = IndexLayout | KVLayout
 
 
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """Pages of one layer's cache and how they are laid out: one value.
+
+    ``pages`` is uint8 [pages, stride], at least ``layout.page_bytes`` wide. Slot s is entry ``s % layout.entries`` of
+    page ``s // layout.entries``. Only what was written may be read.
+    """
+
+    pages: Tensor
+    layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class PagedIndex:
+    """The same for index keys, 64 in a page."""
+
+    pages: Tensor
+    layout: IndexLayout
+
+
 def page_stride(layout: PageLayout) -> int:
     """Bytes from one page to the next: the page, rounded up to a multiple of 16."""
     return ceil_div(layout.page_bytes, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
@@ -203,17 +226,31 @@ def split_slots(slots: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor]:
     return slots // layout.entries, slots % layout.entries
 
 
-def ring_slots(state_slot: Tensor, position: Tensor, ring: int) -> Tensor:
-    """The place of a position in the compressor state: ``state_slot * ring + position % ring``, int64."""
-    return state_slot.long() * ring + position.long() % ring
+def ring_slots(request: Tensor, position: Tensor, ring: int) -> Tensor:
+    """The slot of a position in rings that follow each other by request: ``request * ring + position % ring``, int64."""
+    return request.long() * ring + position.long() % ring
 
 
-def state_ring(ratio: int) -> int:
-    """Positions that a compressor must remember: two blocks where they overlap (ratio 4), else one.
+def window_ring(window: int) -> int:
+    """Keys in a request's window ring: those that a query sees and those of :data:`DRAFT_ROWS` draft rows.
+
+    Rounded up to a multiple of 8. A step's rows may then be written before any of them is read, and draft rows may be
+    rejected: what an accepted row still sees is never overwritten.
+    """
+    return ceil_div(window + DRAFT_ROWS, 8) * 8
+
+
+def pooled_tokens(ratio: int) -> int:
+    """Tokens behind one compressed entry: two groups where they overlap (ratio 4), else one.
 
     Source: the pooling window of 2 * 4 tokens in CSA layers and of ``ratio`` tokens in HCA layers.
     """
     return 2 * ratio if ratio == CSA_RATIO else ratio
+
+
+def compressor_ring(ratio: int) -> int:
+    """Tokens that a compressor remembers of a request: those of one entry, and those of :data:`DRAFT_ROWS` draft rows."""
+    return pooled_tokens(ratio) + DRAFT_ROWS
 
 
 def blocks_for(tokens: int) -> int:
@@ -221,19 +258,9 @@ def blocks_for(tokens: int) -> int:
     return ceil_div(tokens, BLOCK_SIZE)
 
 
-def first_window_block(position: int, window: int) -> int:
-    """The first window block that a query at ``position`` (or a later one) still reads."""
-    return max(0, position - window + 1) // BLOCK_SIZE
-
-
-def window_blocks_bound(max_num_seqs: int, max_num_batched_tokens: int, window: int) -> int:
-    """Window blocks that any step can need at once, so that none is ever short of one.
-
-    A request with n new tokens touches ceil((window - 1 + n) / 256) + 1 blocks at most; summed over requests this is
-    at most the figure returned.
-    """
-    per_request = ceil_div(window - 1, BLOCK_SIZE) + 2
-    return max_num_seqs * per_request + ceil_div(max_num_batched_tokens, BLOCK_SIZE)
+def width_blocks(tokens: int) -> int:
+    """Blocks of the bucket that holds ``tokens`` tokens of context: the power of two, at least 1."""
+    return 1 << max(blocks_for(tokens) - 1, 0).bit_length()
 
 
 def check_block_size(block_size: int) -> None:

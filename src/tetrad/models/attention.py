@@ -1,38 +1,33 @@
-"""One attention layer: a window of raw keys, and beside it compressed keys, chosen (CSA) or all (HCA)."""
+"""Attention layers: a window of raw keys, and beside it compressed keys, chosen (CSA) or all (HCA)."""
 
 from __future__ import annotations
+
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from tetrad.cache.kv_cache import LayerCache
-from tetrad.geometry import CSA_RATIO
+from tetrad.geometry import CSA_RATIO, CSA_ENTRIES, PagedKV, entry_slots
+from tetrad.models.caches import CsaCache, HcaCache, LayerCache, WindowCache
 from tetrad.models.compressor import Compressor
 from tetrad.models.config import LayerKind, ModelConfig
 from tetrad.models.indexer import Indexer, IndexerOptions
 from tetrad.models.linear import ActivationQuant, Linear, Norm
-from tetrad.models.step import AttentionMetadata
-from tetrad.ops.kv_entries import write_kv_entries
+from tetrad.models.step import CompressedMetadata, Metadata, Rotation
+from tetrad.ops.kv_entries import copy_kv_entries, write_kv_entries, write_pooled_kv_entries
 from tetrad.ops.rotary import apply_rotary
 from tetrad.ops.row_invariant import linear, rms_norm
-from tetrad.ops.sparse_attention import KeySegment, sparse_attention
+from tetrad.ops.sparse_attention import History, sparse_attention
 
-_KEY_BLOCK = 64
-
-
-def _key_block(width: int) -> int:
-    """Keys summed at once: 64, or fewer where a segment never has as many. From the configuration alone."""
-    return min(_KEY_BLOCK, -(-width // 8) * 8)
+Cache = TypeVar("Cache", bound=LayerCache)
 
 
-class Attention(nn.Module):
+class Attention(nn.Module, Generic[Cache]):
     """Queries of many heads over one shared key-value head, a learned sink, and a grouped output projection."""
 
-    def __init__(
-        self, config: ModelConfig, kind: LayerKind, dtype: torch.dtype, quant: ActivationQuant, options: IndexerOptions
-    ) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, quant: ActivationQuant) -> None:
         super().__init__()
-        self.config, self.kind, self.dtype = config, kind, dtype
+        self.config, self.dtype = config, dtype
         heads, dim = config.num_attention_heads, config.head_dim
         group_inputs = heads // config.o_groups * dim
         self.wq_a = Linear(config.hidden_size, config.q_lora_rank, dtype, quant)
@@ -43,99 +38,123 @@ class Attention(nn.Module):
         self.wo_a = Linear(group_inputs, config.o_groups * config.o_lora_rank, dtype)
         self.wo_b = Linear(config.o_groups * config.o_lora_rank, config.hidden_size, dtype, quant)
         self.attn_sink = nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False)
-        self.compressor: Compressor | None = None
-        self.indexer: Indexer | None = None
-        if kind is LayerKind.CSA:
-            self.compressor = Compressor(config.hidden_size, dim, CSA_RATIO)
-            self.indexer = Indexer(config, dtype, quant, options)
-        elif kind is LayerKind.HCA:
-            assert config.hca_ratio is not None
-            self.compressor = Compressor(config.hidden_size, dim, config.hca_ratio)
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> Tensor:
+    def forward(self, x: Tensor, metadata: Metadata, cache: Cache) -> Tensor:
         """x: [R, D], already normed, in the compute dtype -> [R, D]. Writes this step's keys before any is read."""
-        config, inputs = self.config, metadata.inputs
-        rows, eps = inputs.rows, config.rms_norm_eps
-        rotation = metadata.window_rotation if self.kind is LayerKind.SWA else metadata.compress_rotation
+        config, eps, window = self.config, self.config.rms_norm_eps, metadata.window
+        rotation = self.rotation(metadata)
 
         q_latent = rms_norm(self.wq_a(x), self.q_norm.weight, eps)
         query = self.wq_b(q_latent).unflatten(1, (config.num_attention_heads, config.head_dim))
         query = apply_rotary(rms_norm(query, None, eps), *rotation)
         key = apply_rotary(rms_norm(self.wkv(x), self.kv_norm.weight, eps), *rotation)
-        write_kv_entries(key[:rows], cache.window_pages, metadata.window_slots, cache.window_layout)
+        write_kv_entries(key, cache.window, window.own)
+        compressed = self.compressed(x, q_latent, metadata, cache)
 
-        segments = [self._window(metadata, cache)]
-        if self.compressor is not None:
-            self._compress(self.compressor, x, metadata, cache)
-        if self.indexer is not None:
-            chosen = self.indexer(x, q_latent, metadata, cache)
-            segments.append(self._chosen(chosen[:rows], metadata, cache))
-        elif self.compressor is not None:
-            segments.append(self._all_compressed(metadata, cache))
+        scale = config.head_dim**-0.5
+        output = sparse_attention(query, self.attn_sink, cache.window, window.visible, *compressed, scale=scale)
+        if metadata.rows.shape.chunks:
+            copy_kv_entries(cache.window, window.kept_from, window.kept_to)
+        return self._project(apply_rotary(output, *rotation, inverse=True))
 
-        output = sparse_attention(
-            query[:rows], self.attn_sink, segments, inputs.row_request[:rows], scale=config.head_dim**-0.5
-        )
-        output = apply_rotary(output, rotation.cos[:rows], rotation.sin[:rows], inverse=True)
-        return self._project(output, x.shape[0])
+    def rotation(self, metadata: Metadata) -> Rotation:
+        """Of this layer's queries and window keys."""
+        return metadata.rotation
 
-    def _compress(self, compressor: Compressor, x: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> None:
-        plan = metadata.csa if self.kind is LayerKind.CSA else metadata.hca
-        assert plan is not None
-        assert cache.state is not None
-        assert cache.compressed_pages is not None
-        assert cache.compressed_layout is not None
-        pooled = compressor(x, metadata.inputs.positions, plan, cache.state)
-        entry = rms_norm(pooled.to(self.dtype), compressor.norm.weight, self.config.rms_norm_eps)
-        entry = apply_rotary(entry, *plan.rotation)
-        write_kv_entries(entry, cache.compressed_pages, plan.entry_slots, cache.compressed_layout)
+    def compressed(
+        self, x: Tensor, q_latent: Tensor, metadata: Metadata, cache: Cache
+    ) -> tuple[PagedKV | None, Tensor | History | None]:
+        """Writes the step's compressed entries. (where they lie, which of them each row sees), as the op takes them."""
+        raise NotImplementedError
 
-    def _window(self, metadata: AttentionMetadata, cache: LayerCache) -> KeySegment:
-        """Positions max(0, p - window + 1) to p, the row's own included."""
-        window = self.config.sliding_window
-        return KeySegment(
-            cache.window_pages,
-            cache.window_layout,
-            metadata.inputs.window_tables,
-            window,
-            _key_block(window),
-            start=metadata.window_start,
-            end=metadata.inputs.positions[: metadata.inputs.rows] + 1,
+    def write_compressed(
+        self, pooled: Tensor, compressor: Compressor, entries: CompressedMetadata, cache: PagedKV
+    ) -> None:
+        """Norm, rotate and store the entries that the compressor pooled, fp32 [R, d]."""
+        write_pooled_kv_entries(
+            pooled,
+            compressor.norm.weight,
+            self.config.rms_norm_eps,
+            *entries.rotation,
+            self.dtype,
+            cache,
+            entries.entry_slot,
         )
 
-    def _chosen(self, entries: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> KeySegment:
-        """The indexer's choice among the 4:1 compressed entries."""
-        assert cache.compressed_pages is not None
-        assert cache.compressed_layout is not None
-        return KeySegment(
-            cache.compressed_pages,
-            cache.compressed_layout,
-            metadata.inputs.block_tables,
-            min(self.config.index_topk, metadata.index_width),
-            _key_block(self.config.index_topk),
-            entries=entries,
-        )
-
-    def _all_compressed(self, metadata: AttentionMetadata, cache: LayerCache) -> KeySegment:
-        """Every entry of the heavily compressed history."""
-        assert cache.compressed_pages is not None
-        assert cache.compressed_layout is not None
-        end = metadata.visible_hca[: metadata.inputs.rows]
-        return KeySegment(
-            cache.compressed_pages,
-            cache.compressed_layout,
-            metadata.inputs.block_tables,
-            metadata.hca_width,
-            _KEY_BLOCK,
-            start=torch.zeros_like(end),
-            end=end,
-        )
-
-    def _project(self, output: Tensor, rows: int) -> Tensor:
+    def _project(self, output: Tensor) -> Tensor:
         """Grouped low-rank output projection: every group of heads has its own wo_a, one wo_b joins them."""
         config = self.config
         grouped = output.reshape(output.shape[0], config.o_groups, -1)
         weights = self.wo_a.weight.unflatten(0, (config.o_groups, config.o_lora_rank))
         latent = torch.cat([linear(grouped[:, g], weights[g]) for g in range(config.o_groups)], dim=1)
-        result = self.wo_b(latent)
-        return torch.nn.functional.pad(result, (0, 0, 0, rows - result.shape[0]))
+        return self.wo_b(latent)
+
+
+class WindowAttention(Attention[WindowCache]):
+    """SWA: the window alone."""
+
+    def rotation(self, metadata: Metadata) -> Rotation:
+        """Without YaRN, at a base of its own."""
+        return metadata.window.rotation
+
+    def compressed(
+        self, x: Tensor, q_latent: Tensor, metadata: Metadata, cache: WindowCache
+    ) -> tuple[PagedKV | None, Tensor | History | None]:
+        """There are none."""
+        return None, None
+
+
+class CsaAttention(Attention[CsaCache]):
+    """Compressed sparse attention: the entries that the indexer chose, one for 4 tokens."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, quant: ActivationQuant, options: IndexerOptions
+    ) -> None:
+        super().__init__(config, dtype, quant)
+        self.compressor = Compressor(config.hidden_size, config.head_dim, CSA_RATIO)
+        self.indexer = Indexer(config, dtype, quant, options)
+
+    def compressed(
+        self, x: Tensor, q_latent: Tensor, metadata: Metadata, cache: CsaCache
+    ) -> tuple[PagedKV | None, Tensor | History | None]:
+        """The indexer's choice, as slots."""
+        entries, rows = metadata.csa, metadata.rows
+        assert entries is not None
+        self.write_compressed(
+            self.compressor(x, rows, entries, cache.ring), self.compressor, entries, cache.compressed
+        )
+        chosen = self.indexer(x, q_latent, metadata, cache)
+        request = rows.request.clamp_min(0).unsqueeze(1)
+        slots = entry_slots(rows.block_table, request, chosen.clamp_min(0), CSA_ENTRIES)
+        return cache.compressed, slots.masked_fill(chosen < 0, -1)
+
+
+class HcaAttention(Attention[HcaCache]):
+    """Heavily compressed attention: every entry of the history, one for 128 tokens."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, quant: ActivationQuant) -> None:
+        super().__init__(config, dtype, quant)
+        assert config.hca_ratio is not None
+        self.compressor = Compressor(config.hidden_size, config.head_dim, config.hca_ratio)
+
+    def compressed(
+        self, x: Tensor, q_latent: Tensor, metadata: Metadata, cache: HcaCache
+    ) -> tuple[PagedKV | None, Tensor | History | None]:
+        """All that a row sees."""
+        entries, rows = metadata.hca, metadata.rows
+        assert entries is not None
+        self.write_compressed(
+            self.compressor(x, rows, entries, cache.ring), self.compressor, entries, cache.compressed
+        )
+        return cache.compressed, History(rows.block_table, rows.request, entries.visible, entries.width)
+
+
+def attention_layer(
+    config: ModelConfig, kind: LayerKind, dtype: torch.dtype, quant: ActivationQuant, options: IndexerOptions
+) -> Attention:
+    """The attention of a layer of this kind."""
+    if kind is LayerKind.CSA:
+        return CsaAttention(config, dtype, quant, options)
+    if kind is LayerKind.HCA:
+        return HcaAttention(config, dtype, quant)
+    return WindowAttention(config, dtype, quant)

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from tetrad.geometry import CSA_RATIO
 from tetrad.models.linear import Linear, Norm
-from tetrad.models.step import CompressPlan
+from tetrad.models.step import CompressedMetadata, Rows
 from tetrad.ops.compress import compress, update_state
 
 
 class Compressor(nn.Module):
     """u_t = W_kv x_t and g_t = W_gate x_t + ape[t mod ratio], pooled by a softmax over g (fp32 throughout).
 
-    At ratio 4 entries overlap: an entry pools eight tokens, the first channel half of the four before its block and
+    At ratio 4 entries overlap: an entry pools eight tokens, the first channel half of the four before its group and
     the second half of its own four, so both projections are twice as wide.
     """
 
@@ -27,14 +27,18 @@ class Compressor(nn.Module):
         self.ape = nn.Parameter(torch.empty((ratio, width), dtype=torch.float32), requires_grad=False)
         self.norm = Norm(dim)
 
-    def forward(self, x: Tensor, positions: Tensor, plan: CompressPlan, state: Tensor) -> Tensor:
-        """Pool the entries that this step completes, then remember the tokens that later entries need.
+    def forward(self, x: Tensor, rows: Rows, entries: CompressedMetadata, state: Tensor) -> Tensor:
+        """Pool the entry that each row completes, then remember the tokens that later entries need.
 
-        x: [R, D]; positions: int64 [R]; state: fp32 [places, 2, width], changed in place. Returns fp32 [E, dim].
+        x: [R, D]; state: fp32 [requests, ring, 2, width], changed in place. Returns fp32 [R, dim], zeros where a row
+        completes nothing.
         """
-        gate = self.wgate(x.float()) + self.ape[positions % self.ratio]
-        step = torch.stack((self.wkv(x.float()), gate), dim=1)
-        # entries read the state as the previous step left it
-        pooled = compress(step, state, plan.source_rows, plan.source_places, overlap=self.overlap)
-        update_state(step, state, plan.state_rows, plan.state_places)
+        x = x.float()
+        gate = self.wgate(x) + self.ape[rows.position % self.ratio]
+        step = torch.stack((self.wkv(x), gate), dim=1)
+        # entries read the ring as the previous step left it
+        pooled = compress(
+            step, state, rows.request, rows.position, rows.first, ratio=self.ratio, overlap=self.overlap
+        )
+        update_state(step, state, entries.state_slot)
         return pooled

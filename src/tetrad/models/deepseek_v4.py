@@ -5,19 +5,20 @@ Module and parameter names are those of the released checkpoints, so a tensor's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tetrad.cache.kv_cache import KVCaches, LayerCache
-from tetrad.models.attention import Attention
+from tetrad.models.attention import attention_layer
+from tetrad.models.caches import LayerCache
 from tetrad.models.config import LayerKind, ModelConfig
 from tetrad.models.hyper_connections import MixWeights, collapse, expand, head_collapse, mix_weights
 from tetrad.models.indexer import DEFAULT_OPTIONS, IndexerOptions
 from tetrad.models.linear import ActivationQuant, Linear, Norm
 from tetrad.models.moe import MoE
 from tetrad.models.rotary import inverse_frequencies
-from tetrad.models.step import AttentionMetadata, StepInputs
+from tetrad.models.step import Metadata, Rows
 from tetrad.ops.row_invariant import rms_norm
 
 
@@ -41,7 +42,7 @@ class Layer(nn.Module):
         count = config.hc_mult
         mixes = 2 * count + count * count
         kind: LayerKind = config.layer_kinds[index]
-        self.attn = Attention(config, kind, dtype, quant, options)
+        self.attn = attention_layer(config, kind, dtype, quant, options)
         self.ffn = MoE(config, index < config.num_hash_layers, dtype, quant)
         self.attn_norm = Norm(config.hidden_size)
         self.ffn_norm = Norm(config.hidden_size)
@@ -64,7 +65,7 @@ class Layer(nn.Module):
             sinkhorn_iters=config.hc_sinkhorn_iters,
         )
 
-    def forward(self, streams: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> Tensor:
+    def forward(self, streams: Tensor, metadata: Metadata, cache: LayerCache) -> Tensor:
         """streams: [R, N, D] -> [R, N, D]."""
         eps = self.config.rms_norm_eps
         weights = self._mix(streams, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base)
@@ -73,9 +74,7 @@ class Layer(nn.Module):
 
         weights = self._mix(streams, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base)
         x = rms_norm(collapse(streams, weights.pre), self.ffn_norm.weight, eps)
-        rows = metadata.inputs.rows  # padding rows would only call experts that nobody needs
-        output = self.ffn(x[:rows], metadata.inputs.input_ids[:rows])
-        return expand(streams, F.pad(output, (0, 0, 0, x.shape[0] - rows)), weights)
+        return expand(streams, self.ffn(x, metadata.rows), weights)
 
 
 class Embedding(nn.Module):
@@ -118,19 +117,22 @@ class DeepseekV4(nn.Module):
             frequencies = inverse_frequencies(config, compressed=compressed).to(self.norm.weight.device)
             self.register_buffer(name, frequencies, persistent=False)
 
-    def metadata(self, inputs: StepInputs) -> AttentionMetadata:
+    def metadata(self, rows: Rows) -> Metadata:
         """The step's metadata, to be built once and given to ``forward``."""
-        return AttentionMetadata.build(inputs, self.config, self.window_frequencies, self.compress_frequencies)
+        return Metadata.build(rows, self.config, self.window_frequencies, self.compress_frequencies)
 
     @torch.no_grad()
-    def forward(self, inputs: StepInputs, metadata: AttentionMetadata, caches: KVCaches) -> Tensor:
-        """Run the rows of one step, writing their keys into ``caches``. Returns logits fp32 [S, vocabulary]."""
-        return self.logits(self.streams(inputs, metadata, caches)[inputs.logits_rows])
+    def forward(self, metadata: Metadata, caches: Sequence[LayerCache]) -> Tensor:
+        """Run the rows of one step, writing their keys into ``caches``.
 
-    def streams(self, inputs: StepInputs, metadata: AttentionMetadata, caches: KVCaches) -> Tensor:
+        Returns logits fp32 [S, vocabulary] of the wanted rows; those of padding are anything.
+        """
+        return self.logits(self.streams(metadata, caches)[metadata.rows.wanted.clamp_min(0)])
+
+    def streams(self, metadata: Metadata, caches: Sequence[LayerCache]) -> Tensor:
         """The residual streams after the last layer, [R, N, D]."""
-        streams = self.embed(inputs.input_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
-        for layer, cache in zip(self.layers, caches.layers, strict=True):
+        streams = self.embed(metadata.rows.token).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        for layer, cache in zip(self.layers, caches, strict=True):
             streams = layer(streams, metadata, cache)
         return streams
 

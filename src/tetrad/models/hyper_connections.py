@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tetrad.ops.row_invariant import linear, sigmoid
+from tetrad.ops.row_invariant import linear, ordered_sum, sigmoid
 
 
 class MixWeights(NamedTuple):
@@ -59,16 +59,9 @@ def sinkhorn(logits: Tensor, eps: float, iterations: int) -> Tensor:
     return comb
 
 
-def _ordered_sum(terms: list[Tensor]) -> Tensor:
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
-
-
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """The sub-layer's input: sum_j pre_j X_j in fp32, cast to the dtype of the streams; [R, D]."""
-    return _ordered_sum([pre[:, j, None] * streams[:, j].float() for j in range(streams.shape[1])]).to(streams.dtype)
+    return ordered_sum([pre[:, j, None] * streams[:, j].float() for j in range(streams.shape[1])]).to(streams.dtype)
 
 
 def expand(streams: Tensor, output: Tensor, weights: MixWeights) -> Tensor:

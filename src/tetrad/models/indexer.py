@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tetrad.cache.kv_cache import LayerCache
 from tetrad.geometry import CSA_RATIO
+from tetrad.models.caches import CsaCache
 from tetrad.models.compressor import Compressor
 from tetrad.models.config import ModelConfig
 from tetrad.models.linear import ActivationQuant, Linear
-from tetrad.models.step import AttentionMetadata
+from tetrad.models.step import Metadata
 from tetrad.ops import index_topk, quantize_index_query, write_pooled_index_keys
 
 
@@ -49,41 +49,37 @@ class Indexer(nn.Module):
         self.compressor = Compressor(config.hidden_size, self.head_dim, CSA_RATIO)
         self.weight_scale = self.head_dim**-0.5 * self.heads**-0.5
 
-    def forward(self, x: Tensor, q_latent: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> Tensor:
+    def forward(self, x: Tensor, q_latent: Tensor, metadata: Metadata, cache: CsaCache) -> Tensor:
         """x: [R, D]; q_latent: [R, q_lora_rank], already normed. Returns the chosen entries, int32 [R, topk]."""
-        assert metadata.csa is not None
-        assert cache.index_pages is not None
-        assert cache.index_layout is not None
-        assert cache.index_state is not None
-        inputs, plan = metadata.inputs, metadata.csa
-        pooled = self.compressor(x, inputs.positions, plan, cache.index_state)
+        entries, rows, index = metadata.csa, metadata.rows, cache.index
+        assert entries is not None
         write_pooled_index_keys(
-            pooled,
+            self.compressor(x, rows, entries, cache.index_ring),
             self.compressor.norm.weight,
             self.eps,
-            *plan.rotation,
+            *entries.rotation,
             self.dtype,
-            cache.index_pages,
-            plan.entry_slots,
-            cache.index_layout,
+            index.pages,
+            entries.entry_slot,
+            index.layout,
             hadamard=self.options.hadamard,
         )
         query, query_scale = quantize_index_query(
             self.wq_b(q_latent).unflatten(1, (self.heads, self.head_dim)),
-            *metadata.compress_rotation,
-            cache.index_layout.dtype,
+            *metadata.rotation,
+            index.layout.dtype,
             hadamard=self.options.hadamard,
         )
         return index_topk(
             query,
             query_scale,
             self.weights_proj(x) * self.weight_scale,
-            cache.index_pages,
-            inputs.block_tables,
-            inputs.row_request,
-            metadata.visible_csa,
+            index.pages,
+            rows.block_table,
+            rows.request,
+            entries.visible,
             self.topk,
-            width=metadata.index_width,
+            width=entries.width,
             logits_budget_bytes=self.options.logits_budget_bytes,
             plan=metadata.indexer_plan,
         )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tetrad.models.config import ModelConfig
 from tetrad.models.linear import ActivationQuant, Linear, quantize_activation
-from tetrad.ops.row_invariant import linear, silu, softplus
+from tetrad.models.step import Rows
+from tetrad.ops.row_invariant import ROW_MULTIPLE, linear, ordered_sum, silu, softplus
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -57,26 +61,57 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty((count, hidden, inner), dtype=dtype), requires_grad=False)
         self.w3 = nn.Parameter(torch.empty((count, inner, hidden), dtype=dtype), requires_grad=False)
 
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """sum_e weight_e W2 (swiglu(W1 x, W3 x)) in fp32 [R, D], always added in the order of the expert ids."""
-        result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        flat = experts.flatten()
-        order = torch.argsort(flat, stable=True)
-        x = quantize_activation(x, self.quant)
-        start = 0
-        for expert, count in enumerate(torch.bincount(flat, minlength=self.w1.shape[0]).tolist()):
-            picks = order[start : start + count]
-            start += count
-            if not count:
-                continue
-            rows = picks // experts.shape[1]
-            mine = x[rows]
-            inner = clamped_swiglu(linear(mine, self.w1[expert]), linear(mine, self.w3[expert]), self.limit)
-            # the routing weight goes in before w2, whose input is what DeepSeek quantises
-            inner = (inner * weights.flatten()[picks].unsqueeze(1)).to(x.dtype)
-            output = linear(quantize_activation(inner, self.quant), self.w2[expert])
-            result.index_add_(0, rows, output.float())
-        return result
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, real: Tensor) -> Tensor:
+        """sum_e weight_e W2 (swiglu(W1 x, W3 x)) in fp32 [R, D], always added in the order of the expert ids.
+
+        weights: fp32 [R, k]; experts: int64 [R, k]; real: bool [R], rows without it call no expert and give zeros.
+        """
+        count, chosen = self.w1.shape[0], experts.shape[1]
+        # pairs of (row, expert): a row's by ascending expert, those of padding behind all others
+        experts, order = experts.masked_fill(~real.unsqueeze(1), count).sort(dim=1, stable=True)
+        weights = weights.gather(1, order)
+        sizes = torch.bincount(experts.flatten(), minlength=count + 1).tolist()[:count]
+        runs = _Runs.of(torch.argsort(experts.flatten(), stable=True)[: sum(sizes)], sizes)
+        mine = quantize_activation(x, self.quant)[runs.pairs // chosen]
+        inner = clamped_swiglu(runs.product(mine, self.w1), runs.product(mine, self.w3), self.limit)
+        # the routing weight goes in before w2, whose input is what DeepSeek quantises
+        inner = (inner * weights.flatten()[runs.pairs].unsqueeze(1)).to(x.dtype)
+        output = runs.product(quantize_activation(inner, self.quant), self.w2)
+        terms = torch.zeros((*experts.shape, x.shape[1]), dtype=torch.float32, device=x.device)
+        terms.view(-1, x.shape[1])[runs.pairs[runs.places]] = output[runs.places].float()
+        return ordered_sum(terms.unbind(1))
+
+
+class _Runs(NamedTuple):
+    """Pairs of (row, expert) in runs, one for each expert that has any, padded to a multiple of 8.
+
+    pairs: int64 [P], the number of a pair, where padding repeats some other; places: int64 [pairs], where those are
+    that are no padding; experts, sizes: of every run.
+    """
+
+    pairs: Tensor
+    places: Tensor
+    experts: list[int]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, pairs: Tensor, sizes: list[int]) -> _Runs:
+        """``pairs`` by ascending expert, of whom expert e has ``sizes[e]``."""
+        experts = [expert for expert, size in enumerate(sizes) if size]
+        own = np.array([sizes[expert] for expert in experts], dtype=np.int64)
+        padded = -(-own // ROW_MULTIPLE) * ROW_MULTIPLE
+        shift = (np.cumsum(padded) - padded) - (np.cumsum(own) - own)
+        places = torch.from_numpy(np.arange(own.sum()) + np.repeat(shift, own)).to(pairs.device)
+        spread = pairs[:1].repeat(int(padded.sum()))
+        spread[places] = pairs
+        return cls(spread, places, experts, padded.tolist())
+
+    def product(self, x: Tensor, weights: Tensor) -> Tensor:
+        """x: [P, K]; weights: [E, M, K]. Every run times its expert's weight: [P, M]."""
+        if not self.experts:
+            return x.new_empty((0, weights.shape[1]))
+        parts = zip(x.split(self.sizes), self.experts, strict=True)
+        return torch.cat([linear(part, weights[expert]) for part, expert in parts])
 
 
 class SharedExpert(nn.Module):
@@ -104,7 +139,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, dtype, quant)
         self.shared_experts = SharedExpert(config, dtype, quant)
 
-    def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        """x: [R, D], already normed; input_ids: int64 [R]. Returns [R, D] in the dtype of ``x``."""
-        routed = self.experts(x, *self.gate(x, input_ids))
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """x: [R, D], already normed. Returns [R, D] in the dtype of ``x``; padding rows call no routed expert."""
+        routed = self.experts(x, *self.gate(x, rows.token), rows.request >= 0)
         return (routed + self.shared_experts(x).float()).to(x.dtype)

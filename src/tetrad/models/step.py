@@ -1,7 +1,8 @@
-"""What one forward pass is given: rows with a request, a position and a visible end.
+"""What one forward pass is given: rows with a request and a position, and what follows from them.
 
-A row is one new token of one request. Prefill rows and decode rows do not differ. Real rows come first; padding rows
-(request -1, visible end 0) fill the tensors up to a multiple of 8 so that every matrix product rounds alike.
+A row is one new token of one request. Prefill rows, decode rows and draft rows do not differ. All tensors of a step have
+the shapes of its bucket; rows of request -1 fill them, and every op takes such a row as "nothing here". Everything in
+this file is elementwise on the device, so it can be captured: no number of a step is read by the host.
 """
 
 from __future__ import annotations
@@ -9,167 +10,176 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tetrad.geometry import BLOCK_SIZE, CSA_RATIO, entry_slots, state_ring
+from tetrad.geometry import (
+    BLOCK_SIZE,
+    CSA_RATIO,
+    DRAFT_ROWS,
+    compressor_ring,
+    entry_slots,
+    ring_slots,
+    window_ring,
+)
 from tetrad.models.config import ModelConfig
 from tetrad.models.rotary import angles
 from tetrad.ops import IndexerPlan, plan_indexer
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The new tokens of one request, as the host knows them: its state slot, first position and token count."""
+class StepShape(NamedTuple):
+    """A bucket: all that the shapes of a step depend on.
 
-    state_slot: int
-    start: int
-    count: int
-
-    @property
-    def context(self) -> int:
-        """Tokens of the request once this step is done."""
-        return self.start + self.count
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """A batch as flat tensors at fixed addresses. R rows of which the first ``rows`` are real.
-
-    input_ids, positions: int64 [R]; row_request: int32 [R], -1 for padding; block_tables, window_tables: int32
-    [requests, blocks]; logits_rows: int64 [S], the rows whose next token is wanted; segments: one per request, in the
-    order of the rows.
+    rows: of the step, padding included; wanted: rows whose logits are computed, padding included; width: blocks that
+    hold the longest context; chunks: whether some request has more rows than one and its drafts.
     """
 
     rows: int
-    input_ids: Tensor
-    positions: Tensor
-    row_request: Tensor
-    block_tables: Tensor
-    window_tables: Tensor
-    logits_rows: Tensor
-    segments: tuple[Segment, ...]
+    wanted: int
+    width: int
+    chunks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """R rows. Those of one request are adjacent and ascending.
+
+    token: int64 [R]; request: int32 [R], its row in the block table, -1 for padding; position: int64 [R], 0 for padding;
+    first: int64 [R], the position of the request's first row in this step; count: int32 [R], its rows in this step;
+    wanted: int64 [S], rows whose logits are computed, -1 for padding; block_table: int32 [requests, width].
+    """
+
+    token: Tensor
+    request: Tensor
+    position: Tensor
+    first: Tensor
+    count: Tensor
+    wanted: Tensor
+    block_table: Tensor
+    shape: StepShape
 
 
 class Rotation(NamedTuple):
-    """cos and sin, fp32 [N, rope / 2]."""
+    """cos and sin, fp32 [R, rope / 2]."""
 
     cos: Tensor
     sin: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class CompressPlan:
-    """Which entries of one ratio this step completes, and where their sources lie.
+class WindowMetadata:
+    """The window of every row, for all layers alike.
 
-    entry_slots: int64 [E], where the entry is stored; rotation: of position ``ratio * j``, the first token of its own
-    block; source_rows, source_places: int64 [E, K], see ``tetrad.ops.compress``; state_rows, state_places: int64 [W],
-    the rows that later entries will need and their places in the state.
+    A request's ring lies at ``request * ring``; behind the rings of all requests lies one slot for each row of the step.
+    A request with at most ``1 + DRAFT_ROWS`` rows writes into its ring and reads from there. One with more, a chunk of a
+    prompt, writes step entries and reads both, and its last keys are copied into the ring after attention.
+
+    own: int64 [R], the slot of the row's own key; visible: int64 [R, window], the slots of the keys that the row sees,
+    by position, -1 behind them; kept_from, kept_to: int64 [R], the copies into the ring, -1 for none; rotation: of the
+    row's position, in layers without compressed keys.
     """
 
-    ratio: int
-    entry_slots: Tensor
+    own: Tensor
+    visible: Tensor
+    kept_from: Tensor
+    kept_to: Tensor
     rotation: Rotation
-    source_rows: Tensor
-    source_places: Tensor
-    state_rows: Tensor
-    state_places: Tensor
 
     @classmethod
-    def build(cls, inputs: StepInputs, ratio: int, frequencies: Tensor) -> CompressPlan:
-        """Plan one ratio from the host's segments. Entry j is complete when token ``ratio * (j + 1) - 1`` is here."""
-        ring = state_ring(ratio)
-        slot, start, count = np.array(
-            [(segment.state_slot, segment.start, segment.count) for segment in inputs.segments], dtype=np.int64
-        ).T.reshape(3, -1)
-        context, first_row = start + count, np.cumsum(count) - count
-
-        completed = context // ratio - start // ratio
-        request, place = _ragged(completed)
-        entry = start[request] // ratio + place
-        source = entry[:, None] * ratio + np.arange(ratio - ring, ratio)
-        here = source >= start[request, None]
-        source_rows = np.where(here, source + (first_row - start)[request, None], -1)
-        source_places = np.where(here | (source < 0), -1, slot[request, None] * ring + source % ring)
-
-        kept, place = _ragged(np.minimum(count, ring))
-        position = (context - np.minimum(count, ring))[kept] + place
-        state_rows = position + (first_row - start)[kept]
-        state_places = slot[kept] * ring + position % ring
-
-        def tensor(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(inputs.positions.device)
-
-        entries = tensor(entry)
+    def build(cls, rows: Rows, window: int, frequencies: Tensor) -> WindowMetadata:
+        """Work out the window of every row."""
+        ring, position = window_ring(window), rows.position.unsqueeze(1)
+        real = rows.request >= 0
+        row = torch.arange(rows.shape.rows, device=position.device)
+        step_slot = rows.block_table.shape[0] * ring + row
+        start = (position - (window - 1)).clamp_min(0)
+        seen = start + torch.arange(window, device=position.device)
+        visible = ring_slots(rows.request.unsqueeze(1), seen, ring)
+        own = ring_slots(rows.request, rows.position, ring)
+        kept_from = kept_to = torch.full_like(own, -1)
+        if rows.shape.chunks:
+            in_chunk = real & (rows.count > 1 + DRAFT_ROWS)
+            in_step = in_chunk.unsqueeze(1) & (seen >= rows.first.unsqueeze(1))
+            visible = torch.where(in_step, step_slot.unsqueeze(1) - (position - seen), visible)
+            kept = in_chunk & (rows.first + rows.count - rows.position <= ring)
+            kept_from, kept_to = step_slot.where(kept, -1), own.where(kept, -1)
+            own = torch.where(in_chunk, step_slot, own)
         return cls(
-            ratio,
-            entry_slots(inputs.block_tables, tensor(request), entries, BLOCK_SIZE // ratio),
-            Rotation(*angles(entries * ratio, frequencies)),
-            tensor(source_rows),
-            tensor(source_places),
-            tensor(state_rows),
-            tensor(state_places),
+            own=own.where(real, -1),
+            visible=visible.where((seen <= position) & real.unsqueeze(1), -1),
+            kept_from=kept_from,
+            kept_to=kept_to,
+            rotation=Rotation(*angles(rows.position, frequencies)),
         )
 
 
-def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(owner, place among the owner's) of every item, where owner i has ``counts[i]`` items; int64 [sum of counts]."""
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+@dataclass(frozen=True, slots=True)
+class CompressedMetadata:
+    """The compressed entries of one ratio, for all layers of it alike.
+
+    An entry belongs to the row that completes it: row p completes entry (p + 1) / ratio - 1 iff (p + 1) % ratio == 0.
+
+    entry_slot: int64 [R], where the entry that the row completes is stored, -1 if it completes none; rotation: of
+    position p + 1 - ratio, the first token of the entry's own group; state_slot: int64 [R], where the compressor's ring
+    remembers the row, -1 if a later row of the step takes its place; visible: int32 [R], entries that the row sees, 0
+    for padding; width: the most entries that a row of this bucket can see.
+    """
+
+    ratio: int
+    entry_slot: Tensor
+    rotation: Rotation
+    state_slot: Tensor
+    visible: Tensor
+    width: int
+
+    @classmethod
+    def build(cls, rows: Rows, ratio: int, frequencies: Tensor) -> CompressedMetadata:
+        """Work out the entries of one ratio."""
+        real = rows.request >= 0
+        ring, per_block = compressor_ring(ratio), BLOCK_SIZE // ratio
+        ends = rows.position + 1
+        visible = ends // ratio
+        completes = real & (ends % ratio == 0)
+        slot = entry_slots(rows.block_table, rows.request.clamp_min(0), (visible - 1).clamp_min(0), per_block)
+        remembered = real & (rows.first + rows.count - rows.position <= ring)
+        return cls(
+            ratio=ratio,
+            entry_slot=slot.where(completes, -1),
+            rotation=Rotation(*angles((ends - ratio).clamp_min(0), frequencies)),
+            state_slot=ring_slots(rows.request, rows.position, ring).where(remembered, -1),
+            visible=(visible * real).int(),
+            width=rows.shape.width * per_block,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionMetadata:
+class Metadata:
     """Everything that the layers share, worked out once per step.
 
-    window_slots: int64 [rows], where each real row's own key goes; window_start: int32 [rows], the first position that
-    a row sees; visible_csa, visible_hca: int32 [R], entries that a row sees, 0 for padding: min((position + 1) //
-    ratio, entries of the request); index_width, hca_width: the most that any row can see, plain ints.
+    rotation: of the row's position in layers with compressed keys; csa, hca: None in a model without such layers;
+    indexer_plan: None where every visible entry is chosen anyway.
     """
 
-    inputs: StepInputs
-    window_rotation: Rotation
-    compress_rotation: Rotation
-    window_slots: Tensor
-    window_start: Tensor
-    visible_csa: Tensor
-    visible_hca: Tensor
-    index_width: int
-    hca_width: int
-    csa: CompressPlan | None
-    hca: CompressPlan | None
+    rows: Rows
+    rotation: Rotation
+    window: WindowMetadata
+    csa: CompressedMetadata | None
+    hca: CompressedMetadata | None
     indexer_plan: IndexerPlan | None
 
     @classmethod
-    def build(
-        cls, inputs: StepInputs, config: ModelConfig, window_frequencies: Tensor, compress_frequencies: Tensor
-    ) -> AttentionMetadata:
-        """Work out the step's metadata. The frequencies are those of ``models.rotary.inverse_frequencies``."""
-        rows = inputs.rows
-        real = inputs.row_request >= 0
-        positions = inputs.positions
-        hca_ratio = config.hca_ratio
-        context = max((segment.context for segment in inputs.segments), default=0)
-        visible_csa = ((positions + 1) // CSA_RATIO * real).int()
-        visible_hca = ((positions + 1) // hca_ratio * real).int() if hca_ratio else torch.zeros_like(visible_csa)
-        index_width = context // CSA_RATIO
-        has_csa = CSA_RATIO in config.compress_ratios
+    def build(cls, rows: Rows, config: ModelConfig, window_frequencies: Tensor, frequencies: Tensor) -> Metadata:
+        """Work out a step's metadata. The frequencies are those of ``models.rotary.inverse_frequencies``."""
+        csa = CompressedMetadata.build(rows, CSA_RATIO, frequencies) if CSA_RATIO in config.compress_ratios else None
+        hca = CompressedMetadata.build(rows, config.hca_ratio, frequencies) if config.hca_ratio else None
+        plan = None
+        if csa is not None and csa.width > config.index_topk:
+            plan = plan_indexer(rows.request, csa.visible, width=csa.width)
         return cls(
-            inputs=inputs,
-            window_rotation=Rotation(*angles(positions, window_frequencies)),
-            compress_rotation=Rotation(*angles(positions, compress_frequencies)),
-            window_slots=entry_slots(inputs.window_tables, inputs.row_request[:rows], positions[:rows], BLOCK_SIZE),
-            window_start=(positions[:rows] - config.sliding_window + 1).clamp_min(0).int(),
-            visible_csa=visible_csa,
-            visible_hca=visible_hca,
-            index_width=index_width,
-            hca_width=context // hca_ratio if hca_ratio else 0,
-            csa=CompressPlan.build(inputs, CSA_RATIO, compress_frequencies) if has_csa else None,
-            hca=CompressPlan.build(inputs, hca_ratio, compress_frequencies) if hca_ratio else None,
-            indexer_plan=(
-                plan_indexer(inputs.row_request, visible_csa, width=index_width)
-                if has_csa and index_width > config.index_topk
-                else None
-            ),
+            rows=rows,
+            rotation=Rotation(*angles(rows.position, frequencies)),
+            window=WindowMetadata.build(rows, config.sliding_window, window_frequencies),
+            csa=csa,
+            hca=hca,
+            indexer_plan=plan,
         )

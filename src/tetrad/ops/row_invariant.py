@@ -8,6 +8,8 @@ On a CPU they hold for any number of rows (asserted in the tests); on a GPU, for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,6 +50,14 @@ def batched_product(a: Tensor, b: Tensor) -> Tensor:
     if a.shape[0] == 1:
         return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
     return torch.bmm(a, b)
+
+
+def ordered_sum(terms: Sequence[Tensor]) -> Tensor:
+    """The terms, at least one, added one after the other."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The compressor's pooling: several source tokens become one entry, with a softmax gate per channel."""
+"""The compressor's pooling: several tokens become one entry, with a softmax gate per channel."""
 
 from __future__ import annotations
 
@@ -9,21 +9,43 @@ from tetrad.ops.compress import reference
 __all__ = ["compress", "update_state"]
 
 
-def compress(step: Tensor, state: Tensor, source_rows: Tensor, source_places: Tensor, *, overlap: bool) -> Tensor:
-    """Pool K source tokens into each entry: e = sum_t softmax_t(g_t) * u_t, a softmax of its own for every channel.
+def compress(
+    step: Tensor, state: Tensor, row_request: Tensor, position: Tensor, first: Tensor, *, ratio: int, overlap: bool
+) -> Tensor:
+    """The entry that each row completes: e = sum_t softmax_t(g_t) * u_t, a softmax of its own for every channel.
 
-    Without overlap K is the ratio and all channels of a token take part. With overlap K is twice the ratio and a
-    token has two halves of channels: the older ``ratio`` tokens give their first half, the newer ones their second.
+    Row p completes entry (p + 1) / ratio - 1 iff (p + 1) % ratio == 0. It pools the ``ratio`` tokens up to p. With
+    ``overlap`` it pools twice as many, and a token has two halves of channels: the older ``ratio`` tokens give their
+    first half, the newer ones their second. Tokens before position 0 have weight zero. A token at ``first`` or later is
+    taken from the rows of this step, an earlier one from the request's ring. Runs before ``update_state`` of the same
+    step. Source: the token-level compressor of DeepSeek-V4 (overlapping at ratio 4).
 
-    step: fp32 [R, 2, c * e], u and g of the rows of this step (g with the position bias added);
-    state: fp32 [places, 2, c * e], the same for earlier tokens; source_rows: int64 [E, K], the row of a source token
-    in ``step`` or -1; source_places: int64 [E, K], its place in ``state`` or -1. Both -1: before the first token, of
-    weight zero. Returns fp32 [E, e]. Must run before ``update_state`` of the same step.
-    Source: the token-level compressor of DeepSeek-V4 (overlapping at ratio 4).
+    :param step: fp32 [R, 2, c * e], u and g of the rows of this step (g with the position bias added)
+    :param state: fp32 [requests, ring, 2, c * e], the same for earlier tokens: position t of a request at ``t % ring``
+    :param row_request: int32 [R], -1 for padding; rows of one request are adjacent and ascending
+    :param position: int64 [R]
+    :param first: int64 [R], the position of the request's first row in this step
+    :returns: fp32 [R, e], zeros where a row completes nothing
     """
-    return reference.compress(step, state, source_rows, source_places, overlap=overlap)
+    return reference.compress(step, state, row_request, position, first, ratio=ratio, overlap=overlap)
 
 
-def update_state(step: Tensor, state: Tensor, rows: Tensor, places: Tensor) -> None:
-    """state[places] = step[rows]: remember the tokens that a later entry needs. rows, places: int64 [W]."""
-    reference.update_state(step, state, rows, places)
+def update_state(
+    step: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    *,
+    checkpoints: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+) -> None:
+    """Remember the tokens that a later entry needs: state slot ``slots[r]`` becomes row r; -1 is not remembered.
+
+    :param step: fp32 [R, 2, width]
+    :param state: fp32 [requests, ring, 2, width], changed in place; slot s is place ``s % ring`` of request ``s // ring``
+    :param slots: int64 [R]; two rows must not share one
+    :param checkpoints: fp32 [checkpoints, places, 2, width], a second destination, changed in place
+    :param checkpoint_slots: int64 [R], slots in ``checkpoints``
+    """
+    reference.update_state(step, state, slots)
+    if checkpoints is not None and checkpoint_slots is not None:
+        reference.update_state(step, checkpoints, checkpoint_slots)

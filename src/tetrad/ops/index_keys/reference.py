@@ -57,9 +57,11 @@ def write_pooled_index_keys(
     *,
     hadamard: bool = True,
 ) -> None:
-    """Make the keys, then store them."""
-    keys = index_key_vectors(pooled, norm_weight, eps, cos, sin, dtype, hadamard=hadamard)
-    write_index_keys(keys, pages, slots, layout)
+    """Make the keys that have a slot, then store them."""
+    kept = (slots >= 0).nonzero().squeeze(1)
+    if len(kept):
+        keys = index_key_vectors(pooled[kept], norm_weight, eps, cos[kept], sin[kept], dtype, hadamard=hadamard)
+        write_index_keys(keys, pages, slots[kept], layout)
 
 
 def read_index_keys(pages: Tensor, slots: Tensor, layout: IndexLayout) -> Tensor:

@@ -6,53 +6,108 @@ and fp32 entries are stored as they are. What attention sees is always the entry
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from tetrad.geometry import KVLayout
+from tetrad.geometry import KVLayout, PagedKV
 from tetrad.ops.arguments import check_pages, check_tensor
 from tetrad.ops.backends import Problem, backend_module
 
-__all__ = ["read_kv_entries", "write_kv_entries"]
+__all__ = ["copy_kv_entries", "read_kv_entries", "write_kv_entries", "write_pooled_kv_entries"]
 
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def write_kv_entries(values: Tensor, pages: Tensor, slots: Tensor, layout: KVLayout) -> None:
-    """Store entries at their slots, data and scales together; ``pages`` is changed in place.
+def write_kv_entries(values: Tensor, cache: PagedKV, slots: Tensor) -> None:
+    """Store entries at their slots, data and scales together; the pages of ``cache`` are changed in place.
 
-    Slot s is entry ``s % layout.entries`` of page ``s // layout.entries``. Entries with a negative slot are not stored;
-    two entries must not share a slot. Nothing but the named entries' bytes is written; the bytes that pad an entry's
-    scales become zero.
+    Entries with a negative slot are not stored; two entries must not share a slot. Nothing but the named entries' bytes
+    is written; the bytes that pad an entry's scales become zero.
 
-    :param values: bf16 or fp32 [N, d], d = ``layout.head_dim``, the rotated channels last
-    :param pages: uint8 [pages, stride], at least ``layout.page_bytes`` wide
+    :param values: bf16 or fp32 [N, d], d = ``cache.layout.head_dim``, the rotated channels last
+    :param cache: where to, and the dtype of its entries
     :param slots: int64 [N]
-    :param layout: how a page is laid out, and the dtype of its entries
     :raises ValueError: for a wrong shape, stride or device
     :raises TypeError: for a wrong dtype
     :raises IndexError: if a slot lies behind the last page
     """
-    check_tensor("values", values, _COMPUTE_DTYPES, (None, layout.head_dim), "entries, channels")
-    check_tensor("slots", slots, torch.int64, (values.shape[0],), "entries", values.device)
-    check_pages("pages", pages, layout.page_bytes, f"KV entries in {layout.dtype}", values.device, aligned=False)
-    backend = backend_module("kv_entries", values.device, Problem(str(layout.dtype), layout.head_dim))
-    backend.write_kv_entries(values, pages, slots, layout)
+    check_tensor("values", values, _COMPUTE_DTYPES, (None, cache.layout.head_dim), "entries, channels")
+    backend = _backend(cache, slots, values)
+    backend.write_kv_entries(values, cache.pages, slots, cache.layout)
 
 
-def read_kv_entries(pages: Tensor, slots: Tensor, layout: KVLayout, dtype: torch.dtype) -> Tensor:
+def write_pooled_kv_entries(
+    pooled: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    cache: PagedKV,
+    slots: Tensor,
+) -> None:
+    """Make compressed entries, RoPE(RMSNorm(pooled)), and store them as :func:`write_kv_entries` does.
+
+    Source: the compressor of DeepSeek-V4's CSA and HCA layers.
+
+    :param pooled: fp32 [N, d], the compressor's output
+    :param norm_weight: fp32 [d]
+    :param eps: the norm's epsilon
+    :param cos: fp32 [N, rope / 2], at the position of the entry's first token
+    :param sin: as ``cos``
+    :param dtype: the compute dtype, fp32 or bf16, to which every step rounds
+    :param cache: where to
+    :param slots: int64 [N]; entries with a negative slot are neither made nor stored
+
+    Errors as those of :func:`write_kv_entries`.
+    """
+    check_tensor("pooled", pooled, torch.float32, (None, cache.layout.head_dim), "entries, channels")
+    check_tensor("norm_weight", norm_weight, torch.float32, (pooled.shape[1],), "channels", pooled.device)
+    for name, angle in (("cos", cos), ("sin", sin)):
+        check_tensor(name, angle, torch.float32, (pooled.shape[0], None), "entries, rope / 2", pooled.device)
+    if dtype not in _COMPUTE_DTYPES:
+        raise TypeError(f"dtype must be float32 or bfloat16; got {dtype}")
+    backend = _backend(cache, slots, pooled)
+    backend.write_pooled_kv_entries(pooled, norm_weight, eps, cos, sin, dtype, cache.pages, slots, cache.layout)
+
+
+def copy_kv_entries(cache: PagedKV, sources: Tensor, targets: Tensor) -> None:
+    """Copy entries from slot to slot as they are stored, all from what was there before.
+
+    :param cache: its pages are changed in place
+    :param sources: int64 [N]; -1 copies nothing
+    :param targets: int64 [N], -1 where ``sources`` is; two must not be the same
+    :raises ValueError: for a wrong shape or device
+    :raises TypeError: for a wrong dtype
+    """
+    check_tensor("targets", targets, torch.int64, (sources.shape[0],), "entries", cache.pages.device)
+    _backend(cache, sources, targets).copy_kv_entries(cache.pages, sources, targets, cache.layout)
+
+
+def read_kv_entries(cache: PagedKV, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """The stored entries at ``slots``: [..., d] in ``dtype``; zeros for a negative slot.
 
-    :param pages: as in :func:`write_kv_entries`
+    :param cache: where from
     :param slots: int64 [...]
     :param dtype: fp32 or bf16. FP8 and bf16 entries are exact in both
     :raises ValueError: for a wrong shape, stride or device
     :raises TypeError: for a wrong dtype
     :raises IndexError: if a slot lies behind the last page
     """
-    check_pages("pages", pages, layout.page_bytes, f"KV entries in {layout.dtype}", aligned=False)
-    check_tensor("slots", slots, torch.int64, [None] * slots.dim(), "any shape", pages.device, strided=True)
+    layout: KVLayout = cache.layout
+    check_pages("pages", cache.pages, layout.page_bytes, f"KV entries in {layout.dtype}", aligned=False)
+    check_tensor("slots", slots, torch.int64, [None] * slots.dim(), "any shape", cache.pages.device, strided=True)
     if dtype not in _COMPUTE_DTYPES:
         raise TypeError(f"dtype must be float32 or bfloat16; got {dtype}")
-    backend = backend_module("kv_entries", pages.device, Problem(str(layout.dtype), layout.head_dim))
-    return backend.read_kv_entries(pages, slots, layout, dtype)
+    backend = backend_module("kv_entries", cache.pages.device, Problem(str(layout.dtype), layout.head_dim))
+    return backend.read_kv_entries(cache.pages, slots, layout, dtype)
+
+
+def _backend(cache: PagedKV, slots: Tensor, rows: Tensor) -> ModuleType:
+    """The back end for these pages, once they and one slot for each of ``rows`` are checked."""
+    layout = cache.layout
+    check_tensor("slots", slots, torch.int64, (rows.shape[0],), "entries", rows.device)
+    check_pages("pages", cache.pages, layout.page_bytes, f"KV entries in {layout.dtype}", rows.device, aligned=False)
+    return backend_module("kv_entries", rows.device, Problem(str(layout.dtype), layout.head_dim))

@@ -11,6 +11,8 @@ from torch import Tensor
 from tetrad.formats import fp8
 from tetrad.geometry import KV_GROUP, KVDtype, KVLayout, element_dtype
 from tetrad.ops.paged_rows import gather_rows, scatter_rows
+from tetrad.ops.rotary import apply_rotary
+from tetrad.ops.row_invariant import rms_norm
 
 
 def write_kv_entries(values: Tensor, pages: Tensor, slots: Tensor, layout: KVLayout) -> None:
@@ -24,6 +26,34 @@ def write_kv_entries(values: Tensor, pages: Tensor, slots: Tensor, layout: KVLay
     data = torch.cat((nope.contiguous().view(torch.uint8), rope.view(torch.uint8)), dim=-1)
     padded = torch.nn.functional.pad(scales, (0, layout.scale_row_bytes - layout.scale_groups))
     scatter_rows(data, padded, pages, slots, layout)
+
+
+def write_pooled_kv_entries(
+    pooled: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    pages: Tensor,
+    slots: Tensor,
+    layout: KVLayout,
+) -> None:
+    """Cast, RMSNorm and RoPE, each rounded to ``dtype``, of the entries that have a slot; then store them."""
+    kept = (slots >= 0).nonzero().squeeze(1)
+    if not len(kept):
+        return
+    entries = apply_rotary(rms_norm(pooled[kept].to(dtype), norm_weight, eps), cos[kept], sin[kept])
+    write_kv_entries(entries, pages, slots[kept], layout)
+
+
+def copy_kv_entries(pages: Tensor, sources: Tensor, targets: Tensor, layout: KVLayout) -> None:
+    """Gather data and scales together and scatter them together."""
+    kept = (sources >= 0).nonzero().squeeze(1)
+    if not len(kept):
+        return
+    data, scales = gather_rows(pages, sources[kept], layout)
+    scatter_rows(data, scales, pages, targets[kept], layout)
 
 
 def read_kv_entries(pages: Tensor, slots: Tensor, layout: KVLayout, dtype: torch.dtype) -> Tensor:

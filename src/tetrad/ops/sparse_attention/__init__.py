@@ -1,4 +1,4 @@
-"""Attention of one query row over window keys and chosen compressed keys, with one shared key-value head."""
+"""Attention of one query row over window keys and compressed keys, with one shared key-value head."""
 
 from __future__ import annotations
 
@@ -6,42 +6,51 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tetrad.geometry import KVLayout
+from tetrad.geometry import PagedKV
 from tetrad.ops.sparse_attention import reference
 
-__all__ = ["KeySegment", "sparse_attention"]
+__all__ = ["History", "sparse_attention"]
 
 
 @dataclass(frozen=True, slots=True)
-class KeySegment:
-    """Some of the keys that every row attends to, all from one cache.
+class History:
+    """All compressed entries that a row sees, from its request's first: ``end[r]`` of them, at most ``width``.
 
-    Row r sees the entries ``start[r] <= e < end[r]`` of its request, or, where ``entries`` is given, the entries
-    ``entries[r]`` (-1 is none). At most ``width`` of them, a plain int. They are summed in blocks of ``block``.
-
-    pages: uint8 [pages, stride]; tables: int32 [requests, blocks]; start, end: int [R]; entries: int32 [R, width].
+    block_tables: int32 [requests, blocks]; row_request: int32 [R], -1 for padding; end: int32 [R], 0 for padding;
+    width: a plain int.
     """
 
-    pages: Tensor
-    layout: KVLayout
-    tables: Tensor
+    block_tables: Tensor
+    row_request: Tensor
+    end: Tensor
     width: int
-    block: int
-    start: Tensor | None = None
-    end: Tensor | None = None
-    entries: Tensor | None = None
 
 
 def sparse_attention(
-    q: Tensor, sinks: Tensor, segments: list[KeySegment], row_request: Tensor, *, scale: float
+    q: Tensor,
+    sinks: Tensor,
+    window: PagedKV,
+    window_slots: Tensor,
+    compressed: PagedKV | None = None,
+    compressed_slots: Tensor | History | None = None,
+    *,
+    scale: float,
 ) -> Tensor:
     """o[r, h] = sum_t p[r, h, t] kv_t,  p = e^(s - M) / (sum_t e^(s - M) + e^(sink_h - M)),  s = scale <q[r, h], kv_t>.
 
-    The keys of a row are the union of its segments, without removal of duplicates; the same vector is key and value.
-    The sink takes part in the denominator only. Computed in fp32 from the stored, dequantised keys.
+    The keys of a row are those of its window and its compressed ones, in the order of their slots, without removal of
+    duplicates; the same vector is key and value. The sink takes part in the denominator only. Computed in fp32 from the
+    stored, dequantised keys. A row that sees no key gives zeros.
 
-    q: [R, H, d] in the compute dtype; sinks: fp32 [H]; row_request: int [R], all >= 0. Every row must see at least
-    one key. Returns [R, H, d] in the dtype of ``q``. Source: the DeepSeek-V4 attention layer (shared key-value head,
-    learned sinks); ``docs/architecture.md`` names the caches.
+    :param q: [R, H, d] in the compute dtype
+    :param sinks: fp32 [H]
+    :param window: raw keys
+    :param window_slots: int64 [R, W], physical slots, -1 for none; those of a row stand before its first -1
+    :param compressed: compressed entries, None in a layer without
+    :param compressed_slots: int64 [R, K], like ``window_slots``, or the :class:`History` of every row
+    :param scale: of the scores
+    :returns: [R, H, d] in the dtype of ``q``
+
+    Source: the DeepSeek-V4 attention layer (shared key-value head, learned sinks).
     """
-    return reference.sparse_attention(q, sinks, segments, row_request, scale=scale)
+    return reference.sparse_attention(q, sinks, window, window_slots, compressed, compressed_slots, scale=scale)

@@ -2,50 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tetrad.geometry import entry_slots
+from tetrad.geometry import PagedKV, entry_slots
 from tetrad.ops.kv_entries import read_kv_entries
 from tetrad.ops.row_invariant import batched_product
 from tetrad.ops.temporaries import temporary_bytes
 
 if TYPE_CHECKING:
-    from tetrad.ops.sparse_attention import KeySegment
+    from tetrad.ops.sparse_attention import History
 
 _CHUNK_BYTES = 64 << 20
 """Bytes of gathered keys, scores, queries and sums that one chunk of rows may need on a CPU."""
 
+_KEY_BLOCK = 64
+"""Keys summed at once, or fewer where no row can ever have as many."""
+
+_BLOCK_STEP = 8
+
 
 def sparse_attention(
-    q: Tensor, sinks: Tensor, segments: list[KeySegment], row_request: Tensor, *, scale: float
+    q: Tensor,
+    sinks: Tensor,
+    window: PagedKV,
+    window_slots: Tensor,
+    compressed: PagedKV | None,
+    compressed_slots: Tensor | History | None,
+    *,
+    scale: float,
 ) -> Tensor:
     """See ``tetrad.ops.sparse_attention.sparse_attention``.
 
     Online softmax over blocks of keys. A block of which a row sees nothing leaves that row's sums as they are, bit by
-    bit, so the number of blocks that other rows need does not matter.
+    bit, so the number of blocks that other rows need does not matter. The size of a block follows from the width of
+    the slots alone.
     """
+    keys = [_Chosen(window, window_slots)]
+    if compressed is not None and compressed_slots is not None:
+        chosen = isinstance(compressed_slots, Tensor)
+        keys.append(_Chosen(compressed, compressed_slots) if chosen else _All(compressed, compressed_slots))
     rows, heads, dim = q.shape
-    widest = max((segment.block for segment in segments), default=1)
+    out = torch.zeros_like(q)
+    seeing = torch.stack([part.count() > 0 for part in keys]).any(0).nonzero().squeeze(1)
+    widest = max(part.block for part in keys)
     chunk = max(8, temporary_bytes(q.device, _CHUNK_BYTES) // (4 * (widest * (dim + 3 * heads) + 3 * heads * dim)))
-    parts = [
-        _attend(q[i : i + chunk], sinks, segments, row_request[i : i + chunk], slice(i, i + chunk), scale)
-        for i in range(0, rows, chunk)
-    ]
-    return torch.cat(parts) if parts else torch.empty_like(q)
+    for some in seeing.split(chunk):
+        out[some] = _attend(q[some], sinks, [part.of(some) for part in keys], scale)
+    return out
 
 
-def _attend(q: Tensor, sinks: Tensor, segments: list[KeySegment], request: Tensor, rows: slice, scale: float) -> Tensor:
+def _attend(q: Tensor, sinks: Tensor, parts: list[_Chosen | _All], scale: float) -> Tensor:
     query = q.float()
     count, heads, dim = query.shape
     largest = query.new_full((count, heads, 1), float("-inf"))
     total = query.new_zeros((count, heads, 1))
     value = query.new_zeros((count, heads, dim))
-    for segment in segments:
-        for offset in range(0, segment.width, segment.block):
-            keys, seen = _keys(segment, offset, request, rows, q.dtype)
+    for part in parts:
+        # on the host: what no row of these sees is not even looked up
+        for offset in range(0, int(part.count().max()), part.block):
+            keys, seen = _read(part.cache, part.slots(offset), q.dtype)
             score = batched_product(query, keys.transpose(1, 2)) * scale
             score = score.masked_fill(~seen.unsqueeze(1), float("-inf"))
             new_largest = torch.maximum(largest, score.amax(-1, keepdim=True))
@@ -60,22 +79,58 @@ def _attend(q: Tensor, sinks: Tensor, segments: list[KeySegment], request: Tenso
     return (value / (total + sink)).to(q.dtype)
 
 
-def _keys(segment: KeySegment, offset: int, request: Tensor, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(keys fp32 [r, block, d], seen bool [r, block]) of one block; keys that a row does not see are zero."""
-    if segment.entries is not None:
-        entry = segment.entries[rows, offset : offset + segment.block].long()
-        if entry.shape[1] < segment.block:
-            entry = torch.nn.functional.pad(entry, (0, segment.block - entry.shape[1]), value=-1)
-        seen = entry >= 0
-    else:
-        assert segment.start is not None and segment.end is not None
-        place = torch.arange(offset, offset + segment.block, device=request.device)
-        entry = segment.start[rows].long().unsqueeze(1) + place
-        seen = entry < segment.end[rows].long().unsqueeze(1)
-    slots = entry_slots(segment.tables, request.unsqueeze(1), entry.where(seen, 0), segment.layout.entries)
-    # what a row does not see may be stale or unwritten: it is neither read nor multiplied
-    slots = slots.masked_fill(~seen, -1)
-    distinct, place_of = torch.unique(slots, return_inverse=True)
-    table = read_kv_entries(segment.pages, distinct.clamp_min(0), segment.layout, dtype).float()
-    table = table.masked_fill((distinct < 0).unsqueeze(1), 0.0)
-    return table[place_of], seen
+def _read(cache: PagedKV, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(keys fp32 [r, block, d], seen bool [r, block]) at ``slots``; where there is no slot the key is zero."""
+    # every distinct slot is decoded once; what a row does not see may be unwritten and is neither read nor multiplied
+    distinct, place = torch.unique(slots, return_inverse=True)
+    return read_kv_entries(cache, distinct, dtype).float()[place], slots >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Keys by their slots, int64 [R, width]."""
+
+    cache: PagedKV
+    all_slots: Tensor
+
+    @property
+    def block(self) -> int:
+        return min(_KEY_BLOCK, -(-self.all_slots.shape[1] // _BLOCK_STEP) * _BLOCK_STEP)
+
+    def of(self, rows: Tensor) -> _Chosen:
+        return _Chosen(self.cache, self.all_slots[rows])
+
+    def count(self) -> Tensor:
+        return (self.all_slots >= 0).sum(1)
+
+    def slots(self, offset: int) -> Tensor:
+        slots = self.all_slots[:, offset : offset + self.block]
+        return torch.nn.functional.pad(slots, (0, self.block - slots.shape[1]), value=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _All:
+    """All keys of a history."""
+
+    cache: PagedKV
+    history: History
+
+    @property
+    def block(self) -> int:
+        return _KEY_BLOCK
+
+    def of(self, rows: Tensor) -> _All:
+        history = self.history
+        some = type(history)(history.block_tables, history.row_request[rows], history.end[rows], history.width)
+        return _All(self.cache, some)
+
+    def count(self) -> Tensor:
+        return self.history.end
+
+    def slots(self, offset: int) -> Tensor:
+        history = self.history
+        entry = torch.arange(offset, offset + self.block, device=history.end.device)
+        seen = entry < history.end.unsqueeze(1)
+        entries = entry.where(seen, 0)
+        request = history.row_request.clamp_min(0).unsqueeze(1)
+        return entry_slots(history.block_tables, request, entries, self.cache.layout.entries).where(seen, -1)

@@ -1,0 +1,77 @@
+"""A step as one plain record: what the scheduler decides and the runner carries out. It can be pickled and sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+NEXT = -1
+"""The start of a segment that goes on behind what the request has computed."""
+
+
+class Segment(NamedTuple):
+    """Adjacent rows of one request: a chunk of a prompt, or its last token and drafts of what may follow.
+
+    request: its row in the request table; count: rows; start: the position of the first row of a chunk, or ``NEXT``;
+    tokens: the ids of a chunk, or the drafts (the id before them is the one drawn last); wanted: how many of the last
+    rows need logits.
+    """
+
+    request: int
+    count: int
+    start: int
+    tokens: tuple[int, ...]
+    wanted: int
+
+
+class BlockDelta(NamedTuple):
+    """One change of the block table: block ``index`` of a request."""
+
+    request: int
+    index: int
+    block: int
+
+
+class Copy(NamedTuple):
+    """A page of a block, or the rings of a request, that is copied before the step writes."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that takes a row of the request table.
+
+    request: the row; sequence: the core's number of it; computed: tokens whose keys are there already (a fork).
+    """
+
+    request: int
+    sequence: int
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Everything in it is a change against the step before, but for the rows to compute.
+
+    width: blocks of the bucket that holds the longest context of the step.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    width: int = 1
+    admissions: tuple[Admission, ...] = ()
+    blocks: tuple[BlockDelta, ...] = ()
+    block_copies: tuple[Copy, ...] = ()
+    request_copies: tuple[Copy, ...] = ()
+    leaves: tuple[int, ...] = field(default=())
+
+    @property
+    def rows(self) -> int:
+        """Rows to compute, without padding."""
+        return sum(segment.count for segment in self.segments)
+
+    @property
+    def wanted(self) -> int:
+        """Rows whose logits are needed, without padding."""
+        return sum(segment.wanted for segment in self.segments)

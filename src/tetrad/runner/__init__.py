@@ -1,0 +1,1 @@
+"""The device's side of a step: the request table, rows, buffers, sampling."""
