@@ -1,0 +1,162 @@
+"""The core: takes messages, runs steps, gives back tokens. It knows when and for whom, never what a tensor is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+from tetrad.core.block_manager import BlockManager
+from tetrad.core.messages import Abort, Add, TokenLogprobs, Tokens
+from tetrad.core.plan import StepPlan
+from tetrad.core.scheduler import Scheduler
+from tetrad.core.sequence import Sequence, Status
+from tetrad.errors import DeviceLostError
+
+ATTEMPTS = 2
+"""Steps in a row that an exception may end before the sequences in them are given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What one segment with wanted rows gave: tokens in order, and why there is none."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
+
+
+class Runner(Protocol):
+    """What the core needs of whoever carries out its plans."""
+
+    def execute(self, plan: StepPlan, sequences: SequenceOf[Sequence]) -> list[Drawn]:
+        """Run one step; one result for each segment with wanted rows, in order. ``sequences``: of the segments."""
+        ...
+
+
+class EngineCore:
+    """Sequences in, tokens out, one step at a time.
+
+    When an exception ends a step, all sequences that ran are computed anew, which changes none of their tokens; after
+    two such steps in a row those that were in both end with an error. Nothing hangs, and no block is lost, wherever the
+    exception (or an interrupt from the keyboard) came from.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.scheduler, self.runner = scheduler, runner
+        self._touched: dict[int, Sequence] = {}
+        self._unsettled = False
+
+    @classmethod
+    def build(
+        cls,
+        runner: Runner,
+        *,
+        blocks: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        chunked_prefill: bool,
+    ) -> EngineCore:
+        """A core over so many blocks and requests."""
+        scheduler = Scheduler(
+            BlockManager(blocks, max_num_seqs),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            chunked_prefill=chunked_prefill,
+        )
+        return cls(scheduler, runner)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do or to report."""
+        return self.scheduler.has_work or bool(self._touched)
+
+    def add(self, message: Add) -> None:
+        """Queue sequences."""
+        self._settle()
+        self.scheduler.add(message)
+
+    def abort(self, message: Abort) -> list[Tokens]:
+        """Stop sequences and free what they hold. What they had got, for those that were here."""
+        self._settle()
+        found = [self.scheduler.sequences[number] for number in message.numbers if number in self.scheduler.sequences]
+        for sequence in found:
+            sequence.finish("abort")
+            self.scheduler.leave(sequence)
+            self._touched.pop(sequence.number, None)
+        return [_report(sequence) for sequence in found]
+
+    def step(self) -> list[Tokens]:
+        """Run one step. One message for each sequence that got a token, or ended, in it."""
+        self._settle()
+        self._unsettled = True
+        try:
+            plan = self.scheduler.schedule()
+            sequences = self.scheduler.chosen
+            if plan.segments:
+                self._commit(plan, sequences, self.runner.execute(plan, sequences))
+        except DeviceLostError as error:
+            self._end_all(str(error))
+        except Exception as error:
+            self._failed(error)
+        self._unsettled = False
+        reports = [_report(sequence) for sequence in self._touched.values()]
+        self._touched = {}
+        return reports
+
+    def _settle(self) -> None:
+        """An interrupt has left a step somewhere: start anew from what is certain."""
+        if self._unsettled:
+            self.scheduler.restart()
+            self._unsettled = False
+
+    def _commit(self, plan: StepPlan, sequences: list[Sequence], drawn: list[Drawn]) -> None:
+        drawing = [sequence for sequence, part in zip(sequences, plan.segments, strict=True) if part.wanted]
+        accepted = [part.count for part in plan.segments]
+        self._touched |= {sequence.number: sequence for sequence in drawing}
+        self.scheduler.commit(accepted)
+        for sequence, one in zip(drawing, drawn, strict=True):
+            sequence.failures = 0
+            if one.error is not None:
+                sequence.finish("error", one.error)
+            else:
+                sequence.append(one.token_ids, one.logprobs)
+            if sequence.status is Status.FINISHED:
+                self.scheduler.leave(sequence)
+
+    def _failed(self, error: Exception) -> None:
+        """Compute everything anew; give up what an exception has ended twice."""
+        failed = self.scheduler.chosen or list(self.scheduler.sequences.values())
+        self.scheduler.restart()
+        for sequence in failed:
+            sequence.failures += 1
+            if sequence.failures >= ATTEMPTS and sequence.number in self.scheduler.sequences:
+                self._end(sequence, f"{ATTEMPTS} steps in a row failed; the last with {type(error).__name__}: {error}")
+
+    def _end_all(self, reason: str) -> None:
+        self.scheduler.restart()
+        for sequence in list(self.scheduler.sequences.values()):
+            if sequence.number in self.scheduler.sequences:
+                self._end(sequence, reason)
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        if sequence.draws:
+            self._touched[sequence.number] = sequence
+            sequence.finish("error", reason)
+            self.scheduler.leave(sequence)
+            return
+        for number in self.scheduler.prefixes.waiting_for(sequence):
+            self._end(self.scheduler.sequences[number], reason)
+
+
+def _report(sequence: Sequence) -> Tokens:
+    """What the front end does not know yet."""
+    new, sequence.reported = sequence.reported, len(sequence.output)
+    return Tokens(
+        number=sequence.number,
+        token_ids=tuple(sequence.output[new:]),
+        logprobs=tuple(sequence.logprobs[new:]),
+        finish_reason=sequence.finish_reason,
+        error=sequence.error,
+        preemptions=sequence.preemptions,
+    )

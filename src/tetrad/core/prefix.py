@@ -1,0 +1,48 @@
+"""Sequences that begin alike: a common prefix is computed once, and each goes on from a fork of it."""
+
+from __future__ import annotations
+
+from tetrad.core.messages import Add, AddSequence, Sampling
+from tetrad.core.sequence import Sequence, Status
+
+SHORTEST = 64
+"""A common beginning of fewer tokens is computed by every sequence for itself."""
+
+
+class SharedPrefixes:
+    """Which sequence waits for which prefix.
+
+    A prefix is a sequence that draws no token. Those that begin with it wait until it is computed and are then forked.
+    It is finished when nobody waits for it any more.
+    """
+
+    def __init__(self) -> None:
+        self._prefix_of: dict[int, Sequence] = {}
+
+    def of(self, sequence: Sequence) -> Sequence | None:
+        """The prefix that a sequence waits for."""
+        return self._prefix_of.get(sequence.number)
+
+    def share(self, add: Add, sequences: list[Sequence], order: int) -> Sequence | None:
+        """Let ``sequences`` wait for their common prefix. Returns it, None if it is not worth one."""
+        if len(sequences) < 2 or add.shared < SHORTEST:
+            return None
+        tokens = add.sequences[0].prompt_token_ids[: add.shared]
+        # numbers of prefixes are negative: the front end does not know them
+        prefix = Sequence(AddSequence(-1 - order, tokens, Sampling(), 0, 0), order, draws=False)
+        self._prefix_of |= {sequence.number: prefix for sequence in sequences}
+        return prefix
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether nothing keeps the sequence from starting."""
+        prefix = self.of(sequence)
+        return prefix is None or (prefix.status is Status.RUNNING and not prefix.remaining)
+
+    def forget(self, sequence: Sequence) -> Sequence | None:
+        """The sequence waits no more. Returns its prefix if it was the last that waited for it."""
+        prefix = self._prefix_of.pop(sequence.number, None)
+        return prefix if prefix is not None and not self.waiting_for(prefix) else None
+
+    def waiting_for(self, prefix: Sequence) -> list[int]:
+        """The numbers of the sequences that wait for a prefix."""
+        return [number for number, other in self._prefix_of.items() if other is prefix]
