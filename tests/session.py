@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tetrad.cache.groups import CacheSizes
 from tetrad.cache.pools import CachePools
+from tetrad.core.messages import Sampling
 from tetrad.core.plan import NEXT, Admission, BlockDelta, Segment, StepPlan
 from tetrad.geometry import DRAFT_ROWS, IndexDtype, KVDtype, blocks_for, width_blocks
 from tetrad.models.caches import cache_groups, layer_caches
@@ -90,7 +91,7 @@ class Session:
         for name, new in tokens.items():
             if name not in self.sequences:
                 self.sequences[name] = Held(self.free_requests.pop())
-                admissions.append(Admission(self.sequences[name].request, 0, 0))
+                admissions.append(Admission(self.sequences[name].request, 0, (), (), Sampling(), 0))
             held = self.sequences[name]
             start = len(held.tokens)
             for index in range(len(held.blocks), blocks_for(start + len(new))):

@@ -17,3 +17,7 @@ class CheckpointError(TetradError, ValueError):
 
 class RequestError(TetradError, ValueError):
     """One request that cannot be served; other requests go on."""
+
+
+class DeviceLostError(TetradError, RuntimeError):
+    """The device answers no more: every request ends with this error, and the engine must be built anew."""

@@ -66,8 +66,7 @@ class BlockManager:
         missing = blocks_for(end) - len(blocks)
         if missing > self.blocks.free_count:
             return False
-        for _ in range(missing):
-            blocks.append(self.blocks.allocate())
+        blocks.extend(self.blocks.allocate() for _ in range(missing))
         return True
 
     def fork(self, blocks: list[int], tokens: int) -> tuple[list[int], tuple[int, int] | None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tetrad.core.messages import Sampling
+
 NEXT = -1
 """The start of a segment that goes on behind what the request has computed."""
 
@@ -41,14 +43,18 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence that takes a row of the request table.
+    """A sequence that takes a row of the request table, and all that the runner must know of it.
 
-    request: the row; sequence: the core's number of it; computed: tokens whose keys are there already (a fork).
+    request: the row; computed: tokens whose keys are there already (a fork); output_token_ids: those that were drawn
+    before it was preempted; seed: the key of its random stream.
     """
 
     request: int
-    sequence: int
     computed: int
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence as SequenceOf
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from tetrad.core.block_manager import BlockManager
@@ -20,7 +21,7 @@ class _Step:
 
     budget: int
     counts: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
-    admissions: dict[int, Admission] = field(default_factory=dict)
+    admissions: list[Admission] = field(default_factory=list)
     blocks: list[BlockDelta] = field(default_factory=list)
     block_copies: list[Copy] = field(default_factory=list)
     request_copies: list[Copy] = field(default_factory=list)
@@ -29,9 +30,9 @@ class _Step:
 class Scheduler:
     """First come, first served, with continuous batching: every step mixes decode rows and chunks of prompts.
 
-    Decode rows go first, so that a long prompt never makes running sequences wait; what is left of the token budget goes
-    to prompts, in chunks. Where blocks run short, the sequence that came last frees its own and is computed anew later:
-    row invariance makes the second computation equal to the first.
+    Decode rows go first, so that a long prompt never makes running sequences wait; what is left of the token budget
+    goes to prompts, in chunks. Where blocks run short, the sequence that came last frees its own and is computed anew
+    later: row invariance makes the second computation equal to the first.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Scheduler:
         return StepPlan(
             segments=tuple(segment for _, segment in self._chosen),
             width=width_blocks(longest),
-            admissions=tuple(step.admissions.values()),
+            admissions=tuple(step.admissions),
             blocks=tuple(step.blocks),
             block_copies=tuple(step.block_copies),
             request_copies=tuple(step.request_copies),
@@ -134,7 +135,7 @@ class Scheduler:
             sequence.status, sequence.computed = Status.RUNNING, start
             sequence.request = self.manager.requests.allocate()
             self.running.append(sequence)
-            step.admissions[sequence.order] = Admission(sequence.request, sequence.number, start)
+            step.admissions.append(sequence.admission())
             if prefix is not None:
                 self._fork(sequence, prefix, step)
             grown = self._grow(sequence, count, step)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from tetrad.core.messages import AddSequence, FinishReason, TokenLogprobs
-from tetrad.core.plan import NEXT, Segment
+from tetrad.core.plan import NEXT, Admission, Segment
 
 NONE = -1
 """No row of the request table."""
@@ -25,9 +25,9 @@ class Status(enum.Enum):
 class Sequence:
     """One continuation of a prompt, or a prefix that others wait for (``draws`` is false: it draws no token).
 
-    computed: tokens whose keys are in the caches; request: its row in the request table while it runs; blocks: its block
-    table; failures: steps in a row that an exception ended; reported: output tokens that the front end knows; on_device:
-    whether the request table has its last token.
+    computed: tokens whose keys are in the caches; request: its row in the request table while it runs; blocks: its
+    block table; failures: steps in a row that an exception ended; reported: output tokens that the front end knows;
+    on_device: whether the request table has its last token.
     """
 
     added: AddSequence
@@ -79,6 +79,18 @@ class Sequence:
         end = self.computed + count
         wanted = int(self.draws and end == self.length)
         return Segment(self.request, count, self.computed, self.tokens(self.computed, end), wanted)
+
+    def admission(self) -> Admission:
+        """What the runner must know when the sequence takes its row."""
+        added = self.added
+        return Admission(
+            request=self.request,
+            computed=self.computed,
+            prompt_token_ids=added.prompt_token_ids,
+            output_token_ids=tuple(self.output),
+            sampling=added.sampling,
+            seed=added.seed,
+        )
 
     def restart(self) -> None:
         """Wait again, with nothing computed. What it held is the caller's to free."""

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tetrad.geometry import CSA_RATIO, CSA_ENTRIES, PagedKV, entry_slots
+from tetrad.geometry import CSA_ENTRIES, CSA_RATIO, PagedKV, entry_slots
 from tetrad.models.caches import CsaCache, HcaCache, LayerCache, WindowCache
 from tetrad.models.compressor import Compressor
 from tetrad.models.config import LayerKind, ModelConfig
@@ -120,9 +120,7 @@ class CsaAttention(Attention[CsaCache]):
         """The indexer's choice, as slots."""
         entries, rows = metadata.csa, metadata.rows
         assert entries is not None
-        self.write_compressed(
-            self.compressor(x, rows, entries, cache.ring), self.compressor, entries, cache.compressed
-        )
+        self.write_compressed(self.compressor(x, rows, entries, cache.ring), self.compressor, entries, cache.compressed)
         chosen = self.indexer(x, q_latent, metadata, cache)
         request = rows.request.clamp_min(0).unsqueeze(1)
         slots = entry_slots(rows.block_table, request, chosen.clamp_min(0), CSA_ENTRIES)
@@ -143,9 +141,7 @@ class HcaAttention(Attention[HcaCache]):
         """All that a row sees."""
         entries, rows = metadata.hca, metadata.rows
         assert entries is not None
-        self.write_compressed(
-            self.compressor(x, rows, entries, cache.ring), self.compressor, entries, cache.compressed
-        )
+        self.write_compressed(self.compressor(x, rows, entries, cache.ring), self.compressor, entries, cache.compressed)
         return cache.compressed, History(rows.block_table, rows.request, entries.visible, entries.width)
 
 

@@ -37,8 +37,6 @@ class Compressor(nn.Module):
         gate = self.wgate(x) + self.ape[rows.position % self.ratio]
         step = torch.stack((self.wkv(x), gate), dim=1)
         # entries read the ring as the previous step left it
-        pooled = compress(
-            step, state, rows.request, rows.position, rows.first, ratio=self.ratio, overlap=self.overlap
-        )
+        pooled = compress(step, state, rows.request, rows.position, rows.first, ratio=self.ratio, overlap=self.overlap)
         update_state(step, state, entries.state_slot)
         return pooled

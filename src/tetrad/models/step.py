@@ -1,8 +1,8 @@
 """What one forward pass is given: rows with a request and a position, and what follows from them.
 
-A row is one new token of one request. Prefill rows, decode rows and draft rows do not differ. All tensors of a step have
-the shapes of its bucket; rows of request -1 fill them, and every op takes such a row as "nothing here". Everything in
-this file is elementwise on the device, so it can be captured: no number of a step is read by the host.
+A row is one new token of one request. Prefill rows, decode rows and draft rows do not differ. All tensors of a step
+have the shapes of its bucket; rows of request -1 fill them, and every op takes such a row as "nothing here". Everything
+in this file is elementwise on the device, so it can be captured: no number of a step is read by the host.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class StepShape(NamedTuple):
 class Rows:
     """R rows. Those of one request are adjacent and ascending.
 
-    token: int64 [R]; request: int32 [R], its row in the block table, -1 for padding; position: int64 [R], 0 for padding;
-    first: int64 [R], the position of the request's first row in this step; count: int32 [R], its rows in this step;
+    token: int64 [R]; request: int32 [R], its row in the block table, -1 for padding; position: int64 [R], 0 for
+    padding; first: int64 [R], the position of the request's first row in this step; count: int32 [R], its rows in this step;
     wanted: int64 [S], rows whose logits are computed, -1 for padding; block_table: int32 [requests, width].
     """
 
@@ -70,9 +70,9 @@ class Rotation(NamedTuple):
 class WindowMetadata:
     """The window of every row, for all layers alike.
 
-    A request's ring lies at ``request * ring``; behind the rings of all requests lies one slot for each row of the step.
-    A request with at most ``1 + DRAFT_ROWS`` rows writes into its ring and reads from there. One with more, a chunk of a
-    prompt, writes step entries and reads both, and its last keys are copied into the ring after attention.
+    A request's ring lies at ``request * ring``; behind the rings of all requests lies one slot for each row of the
+    step. A request with at most ``1 + DRAFT_ROWS`` rows writes into its ring and reads from there. One with more, a
+    chunk of a prompt, writes step entries and reads both, and its last keys are copied into the ring after attention.
 
     own: int64 [R], the slot of the row's own key; visible: int64 [R, window], the slots of the keys that the row sees,
     by position, -1 behind them; kept_from, kept_to: int64 [R], the copies into the ring, -1 for none; rotation: of the

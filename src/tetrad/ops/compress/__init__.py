@@ -41,7 +41,8 @@ def update_state(
     """Remember the tokens that a later entry needs: state slot ``slots[r]`` becomes row r; -1 is not remembered.
 
     :param step: fp32 [R, 2, width]
-    :param state: fp32 [requests, ring, 2, width], changed in place; slot s is place ``s % ring`` of request ``s // ring``
+    :param state: fp32 [requests, ring, 2, width], changed in place; slot s is place ``s % ring`` of request
+        ``s // ring``
     :param slots: int64 [R]; two rows must not share one
     :param checkpoints: fp32 [checkpoints, places, 2, width], a second destination, changed in place
     :param checkpoint_slots: int64 [R], slots in ``checkpoints``

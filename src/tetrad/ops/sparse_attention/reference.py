@@ -45,7 +45,7 @@ def sparse_attention(
     if compressed is not None and compressed_slots is not None:
         chosen = isinstance(compressed_slots, Tensor)
         keys.append(_Chosen(compressed, compressed_slots) if chosen else _All(compressed, compressed_slots))
-    rows, heads, dim = q.shape
+    _, heads, dim = q.shape
     out = torch.zeros_like(q)
     seeing = torch.stack([part.count() > 0 for part in keys]).any(0).nonzero().squeeze(1)
     widest = max(part.block for part in keys)

@@ -1,8 +1,4 @@
-"""Where everything lies: block sizes, page layouts, and every address formula.
-
-A *block* is 256 original tokens of one request. One block table per request drives three caches at once: block ``b``
-holds 64 CSA entries, 64 index entries and ``256 / hca_ratio`` HCA entries. The window's raw keys lie in a *ring* per
-request, and so do the tokens that a compressor still needs.
+"""Where everything lies: page layouts, and every address formula.
 
 A *page* is the bytes of one block in one layer's cache. Inside a page the entries' data come first and their scales
 after them, so that a page can be copied as one run of bytes. All addresses are int64.
@@ -17,24 +13,13 @@ import torch
 from torch import Tensor
 
 from tetrad.errors import ConfigError
-
-BLOCK_SIZE = 256
-"""Original tokens in a block."""
-
-CSA_RATIO = 4
-"""Original tokens behind one CSA entry (and one index entry)."""
-
-CSA_ENTRIES = BLOCK_SIZE // CSA_RATIO
-"""CSA entries, and index entries, in a block."""
+from tetrad.geometry.sizes import CSA_ENTRIES, ceil_div
 
 FP4_GROUP = 32
 """Channels of an index key that share one e8m0 scale."""
 
 KV_GROUP = 64
 """Rope-free channels of a main KV entry that share one e8m0 scale."""
-
-DRAFT_ROWS = 8
-"""Most draft rows of a request in one step, beside the row of its last token. Rings have room for them."""
 
 PAGE_ALIGNMENT = 16
 """Pages start at multiples of this many bytes, so that a kernel can load 16 bytes at once."""
@@ -62,11 +47,6 @@ class KVDtype(StrEnum):
 
 _ITEM_BYTES = {"bf16": 2, "fp32": 4}
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def ceil_div(numerator: int, denominator: int) -> int:
-    """The least integer that is not below ``numerator / denominator``."""
-    return -(-numerator // denominator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,46 +207,5 @@ def split_slots(slots: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor]:
 
 
 def ring_slots(request: Tensor, position: Tensor, ring: int) -> Tensor:
-    """The slot of a position in rings that follow each other by request: ``request * ring + position % ring``, int64."""
+    """The slot of a position where each request has a ring: ``request * ring + position % ring``, int64."""
     return request.long() * ring + position.long() % ring
-
-
-def window_ring(window: int) -> int:
-    """Keys in a request's window ring: those that a query sees and those of :data:`DRAFT_ROWS` draft rows.
-
-    Rounded up to a multiple of 8. A step's rows may then be written before any of them is read, and draft rows may be
-    rejected: what an accepted row still sees is never overwritten.
-    """
-    return ceil_div(window + DRAFT_ROWS, 8) * 8
-
-
-def pooled_tokens(ratio: int) -> int:
-    """Tokens behind one compressed entry: two groups where they overlap (ratio 4), else one.
-
-    Source: the pooling window of 2 * 4 tokens in CSA layers and of ``ratio`` tokens in HCA layers.
-    """
-    return 2 * ratio if ratio == CSA_RATIO else ratio
-
-
-def compressor_ring(ratio: int) -> int:
-    """Tokens that a compressor remembers of a request: those of one entry, and those of :data:`DRAFT_ROWS` draft rows."""
-    return pooled_tokens(ratio) + DRAFT_ROWS
-
-
-def blocks_for(tokens: int) -> int:
-    """Blocks that hold ``tokens`` original tokens."""
-    return ceil_div(tokens, BLOCK_SIZE)
-
-
-def width_blocks(tokens: int) -> int:
-    """Blocks of the bucket that holds ``tokens`` tokens of context: the power of two, at least 1."""
-    return 1 << max(blocks_for(tokens) - 1, 0).bit_length()
-
-
-def check_block_size(block_size: int) -> None:
-    """Refuse every block size but 256, with the reason."""
-    if block_size != BLOCK_SIZE:
-        raise ConfigError(
-            f"block_size {block_size} is not supported: a block is {BLOCK_SIZE} tokens, so that it holds the "
-            f"{CSA_ENTRIES} index keys of one page, which the scoring kernels read together; leave --block-size out"
-        )
