@@ -99,7 +99,7 @@ class Session:
                 deltas.append(BlockDelta(held.request, index, held.blocks[index]))
             decodes = start > 0 and len(new) <= 1 + DRAFT_ROWS
             if decodes:
-                self.table.draw([held.request], new[:1])
+                self.table.draw([(held.request, new[0])])
             segments.append(
                 Segment(
                     held.request,
@@ -122,6 +122,7 @@ class Session:
         self.shapes.append(rows.shape)
         streams = self.model.streams(self.model.metadata(rows), self.caches)
         logits = self.model.logits(streams[rows.wanted.clamp_min(0)])
+        self.table.advance(plan.segments, [accept.get(name, len(new)) for name, new in tokens.items()])
         result, row = {}, 0
         for name, new in tokens.items():
             held, end = self.sequences[name], row + len(new)
@@ -129,7 +130,6 @@ class Session:
             row = end
             if name in accept:
                 del held.tokens[len(held.tokens) - len(new) + accept[name] :]
-            self.table.advance([held.request], [len(held.tokens)])
         return result
 
     def run(self, name: str, tokens: list[int], chunks: list[int]) -> tuple[Tensor, Tensor]:

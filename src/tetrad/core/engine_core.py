@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,8 +28,8 @@ class Drawn:
 class Runner(Protocol):
     """What the core needs of whoever carries out its plans."""
 
-    def execute(self, plan: StepPlan, sequences: SequenceOf[Sequence]) -> list[Drawn]:
-        """Run one step; one result for each segment with wanted rows, in order. ``sequences``: of the segments."""
+    def execute(self, plan: StepPlan) -> list[Drawn]:
+        """Run one step; one result for each segment with wanted rows, in order."""
         ...
 
 
@@ -94,7 +93,7 @@ class EngineCore:
             plan = self.scheduler.schedule()
             sequences = self.scheduler.chosen
             if plan.segments:
-                self._commit(plan, sequences, self.runner.execute(plan, sequences))
+                self._commit(plan, sequences, self.runner.execute(plan))
         except DeviceLostError as error:
             self._end_all(str(error))
         except Exception as error:
@@ -159,4 +158,5 @@ def _report(sequence: Sequence) -> Tokens:
         finish_reason=sequence.finish_reason,
         error=sequence.error,
         preemptions=sequence.preemptions,
+        started=sequence.started,
     )

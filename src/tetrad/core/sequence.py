@@ -27,7 +27,7 @@ class Sequence:
 
     computed: tokens whose keys are in the caches; request: its row in the request table while it runs; blocks: its
     block table; failures: steps in a row that an exception ended; reported: output tokens that the front end knows;
-    on_device: whether the request table has its last token.
+    started: when the first of its tokens was computed; on_device: whether the request table has its last token.
     """
 
     added: AddSequence
@@ -44,6 +44,7 @@ class Sequence:
     reported: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    started: float | None = None
     on_device: bool = False
     _decode: Segment | None = None
 

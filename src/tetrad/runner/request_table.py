@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tetrad.core.plan import NEXT, StepPlan
+from tetrad.core.plan import NEXT, Segment, StepPlan
 from tetrad.geometry import DRAFT_ROWS, ceil_div
 from tetrad.models.step import Rows, StepShape
 from tetrad.ops.row_invariant import ROW_MULTIPLE
@@ -87,15 +87,16 @@ class RequestTable:
             shape=shape,
         )
 
-    def advance(self, requests: Sequence[int], lengths: Sequence[int]) -> None:
-        """Set how many tokens of some requests are computed."""
-        at, values = torch.tensor([requests, lengths], dtype=torch.int64).to(self.device)
-        self.length[at] = values
+    def advance(self, segments: Sequence[Segment], accepted: Sequence[int]) -> None:
+        """Count the rows of a step that were accepted as computed, those of each segment in order."""
+        changes = [(one.request, one.start, rows) for one, rows in zip(segments, accepted, strict=True)]
+        request, start, rows = torch.tensor(changes, dtype=torch.int64).to(self.device).view(-1, 3).unbind(1)
+        self.length[request] = torch.where(start == NEXT, self.length[request], start) + rows
 
-    def draw(self, requests: Sequence[int], tokens: Sequence[int]) -> None:
-        """Set the tokens that some requests have drawn last."""
-        at, values = torch.tensor([requests, tokens], dtype=torch.int64).to(self.device)
-        self.last_token[at] = values
+    def draw(self, drawn: Sequence[tuple[int, int]]) -> None:
+        """Set the tokens that some requests have drawn last: (request, token)."""
+        request, token = torch.tensor(drawn, dtype=torch.int64).to(self.device).view(-1, 2).unbind(1)
+        self.last_token[request] = token
 
 
 def step_shape(plan: StepPlan, device_type: str) -> StepShape:
