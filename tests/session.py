@@ -122,7 +122,8 @@ class Session:
         self.shapes.append(rows.shape)
         streams = self.model.streams(self.model.metadata(rows), self.caches)
         logits = self.model.logits(streams[rows.wanted.clamp_min(0)])
-        self.table.advance(plan.segments, [accept.get(name, len(new)) for name, new in tokens.items()])
+        accepted = [accept.get(name, len(new)) for name, new in tokens.items() for _ in new]
+        self.table.advance(rows, torch.tensor(accepted + [0] * (rows.shape.rows - len(accepted))))
         result, row = {}, 0
         for name, new in tokens.items():
             held, end = self.sequences[name], row + len(new)

@@ -34,8 +34,10 @@ class ModelRunner:
             DeviceLostError: the device answers no more.
         """
         try:
-            logits = self.forward(self.begin(plan))
-            return self.finish(plan, logits)
+            rows = self.begin(plan)
+            logits = self.forward(rows)
+            self.table.advance(rows)
+            return self.draw(plan, logits)
         except Exception as error:
             self._check_device(error)
             raise
@@ -55,8 +57,8 @@ class ModelRunner:
         """The model's logits fp32 [S, vocabulary] of the wanted rows, padding included."""
         return self.model(self.model.metadata(rows), self.caches)
 
-    def finish(self, plan: StepPlan, logits: Tensor) -> list[Drawn]:
-        """Draw the next tokens, and note in the request table what was computed and drawn."""
+    def draw(self, plan: StepPlan, logits: Tensor) -> list[Drawn]:
+        """Draw the next tokens, and put them into the request table."""
         wanted = [segment for segment in plan.segments if segment.wanted]
         assert all(segment.wanted == 1 for segment in wanted), "nobody drafts yet"
         states = [self._sampling[segment.request] for segment in wanted]
@@ -65,7 +67,6 @@ class ModelRunner:
         for state, token in zip(states, tokens, strict=True):
             if token.error is None:
                 state.output_token_ids.append(token.token_id)
-        self.table.advance(plan.segments, [segment.count for segment in plan.segments])
         self.table.draw([pair for pair in drawn if pair[1] >= 0])
         return [_drawn(token) for token in tokens]
 
