@@ -99,15 +99,24 @@ class EngineCore:
         except Exception as error:
             self._failed(error)
         self._unsettled = False
+        return self._hand_over()
+
+    def _hand_over(self) -> list[Tokens]:
         reports = [_report(sequence) for sequence in self._touched.values()]
+        for sequence in self._touched.values():
+            sequence.reported = len(sequence.output)
         self._touched = {}
         return reports
 
     def _settle(self) -> None:
-        """An interrupt has left a step somewhere: start anew from what is certain."""
-        if self._unsettled:
-            self.scheduler.restart()
-            self._unsettled = False
+        """An interrupt has left a step somewhere: start anew from what is certain, the tokens."""
+        if not self._unsettled:
+            return
+        for sequence in self.scheduler.sequences.values():
+            if sequence.settle():
+                self._touched[sequence.number] = sequence
+        self.scheduler.restart()
+        self._unsettled = False
 
     def _commit(self, plan: StepPlan, sequences: list[Sequence], drawn: list[Drawn]) -> None:
         drawing = [sequence for sequence, part in zip(sequences, plan.segments, strict=True) if part.wanted]
@@ -150,7 +159,7 @@ class EngineCore:
 
 def _report(sequence: Sequence) -> Tokens:
     """What the front end does not know yet."""
-    new, sequence.reported = sequence.reported, len(sequence.output)
+    new = sequence.reported
     return Tokens(
         number=sequence.number,
         token_ids=tuple(sequence.output[new:]),

@@ -12,16 +12,17 @@ from collections.abc import Sequence as SequenceOf
 
 from tetrad.config.args import EngineArgs
 from tetrad.config.engine_config import EngineConfig
-from tetrad.core.engine_core import EngineCore
-from tetrad.core.messages import Abort, Add, AddSequence, Tokens
-from tetrad.errors import ConfigError, RequestError
 from tetrad.frontend.detokenizer import Detokenizer
 from tetrad.frontend.generation_config import GenerationConfig
 from tetrad.frontend.outputs import RequestOutput
 from tetrad.frontend.prompts import Prompt, read_prompt
-from tetrad.frontend.request import Choice, Request
 from tetrad.frontend.sampling_params import SamplingParams, resolve_seed
 from tetrad.frontend.tokenizer import Tokenizer, require_tokenizer
+
+from tetrad.core.engine_core import EngineCore
+from tetrad.core.messages import Abort, Add, AddSequence, Tokens
+from tetrad.errors import ConfigError, RequestError
+from tetrad.frontend.request import Choice, Request
 from tetrad.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,6 @@ together."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tetrad.geometry import PageLayout, data_rows, scale_rows, split_slots
