@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -199,14 +200,47 @@ def test_the_undamaged_checkpoint_loads(checkpoint):
 
 # ---- requests ----
 
+FORMS = r'a prompt is text, token ids \(a list, .*\), \{"prompt": text\} or \{"prompt_token_ids": ids\}'
+
 PROMPTS: list[tuple[Any, str]] = [
     ("", r"the prompt is empty; give at least one token"),
     ([], r"the prompt is empty"),
-    (None, r"a prompt is text or a list of token ids, not NoneType"),
-    (7, r"a prompt is text or a list of token ids, not int"),
-    (b"bytes", r"a prompt is text or a list of token ids, not bytes"),
-    ({"prompt": "x"}, r"a prompt is text or a list of token ids, not dict"),
-    ([1, "2"], r"the prompt's item 1 is '2'; give text or a list of token ids"),
+    (None, FORMS + r", not NoneType"),
+    (7, FORMS + r", not int"),
+    (b"bytes", FORMS + r", not bytes"),
+    ({5, 6}, FORMS + r", not set"),
+    ((i for i in (5, 6)), FORMS + r", not generator"),
+    ({}, r'a prompt has neither "prompt" nor "prompt_token_ids"; ' + FORMS),
+    ({"prompt": None}, r'a prompt has neither "prompt" nor "prompt_token_ids"; ' + FORMS),
+    ({"prompt": ""}, r"the prompt is empty; give at least one token"),
+    ({"prompt_token_ids": []}, r"the prompt is empty; give at least one token"),
+    ({"prompt": [5, 6]}, r'"prompt" is list, not text; token ids go into "prompt_token_ids"'),
+    ({"prompt_token_ids": "wor"}, r'"prompt_token_ids" is str, not a list of token ids; text goes into "prompt"'),
+    ({"prompt_token_ids": [5, "6"]}, r"the prompt's item 1 is '6', not a token id; " + FORMS),
+    ({"prompt_token_ids": {"prompt": "x"}}, r'"prompt_token_ids" is dict, not a list of token ids'),
+    ({"prompt_token_ids": 5}, FORMS + r", not int"),
+    ({"prompt": 5, "prompt_token_ids": [5]}, r'"prompt" is int, not text'),
+    ({"text": "x", 7: "y"}, r"a prompt has the unknown keys 7, text; " + FORMS),
+    ({"messages": []}, r"a prompt has the unknown keys messages \(there is no chat format yet\); " + FORMS),
+    ({"input_ids": [5], "attention_mask": [1]}, r"a prompt has the unknown keys attention_mask, input_ids; " + FORMS),
+    (np.array([[5, 6], [7, 8]]), r"this ndarray has 2; give list\(ids\), one prompt a row and without padding"),
+    (np.array(5), r"token ids have one dimension, but this ndarray has 0$"),
+    (np.array([5.0]), r"token ids are integers, but this ndarray holds float64"),
+    (np.array([True]), r"token ids are integers, but this ndarray holds bool"),
+    (np.array(["a"]), r"token ids are integers, but this ndarray holds <U1"),
+    (np.array([5, -1]), r"token id -1 is out of range: ids are 0 to 319"),
+    (np.array([]), r"the prompt is empty"),
+    (torch.zeros(2, 2, dtype=torch.int64), r"this Tensor has 2; give list\(ids\), one prompt a row"),
+    (torch.tensor(5), r"token ids have one dimension, but this Tensor has 0$"),
+    (torch.tensor([5.0]), r"token ids are integers, but this Tensor holds torch\.float32"),
+    (torch.tensor([True]), r"token ids are integers, but this Tensor holds torch\.bool"),
+    (torch.tensor([5, 320]), r"token id 320 is out of range: ids are 0 to 319"),
+    ([torch.tensor(True)], r"the prompt's item 0 is tensor\(True\), not a token id; " + FORMS),
+    ([torch.tensor(5.0)], r"the prompt's item 0 is tensor\(5\.\), not a token id"),
+    ([torch.tensor([5, 6])], r"the prompt's item 0 is tensor\(\[5, 6\]\), not a token id"),
+    ([np.bool_(True)], r"the prompt's item 0 is .*True.*, not a token id"),
+    ([np.float32(5)], r"the prompt's item 0 is .*5\.0.*, not a token id"),
+    ([1, "2"], r"the prompt's item 1 is '2', not a token id; " + FORMS),
     ([1, 2.0], r"the prompt's item 1 is 2\.0"),
     ([True], r"the prompt's item 0 is True"),
     ([[1, 2]], r"the prompt's item 0 is \[1, 2\]"),
@@ -323,8 +357,34 @@ def test_several_requests(engine, prompts, params, message):
     still_serves(engine)
 
 
-@pytest.mark.parametrize("prompts", [5, None, {"a": 1}, b"x"], ids=str)
-def test_what_generate_does_not_take(text_folder, prompts):
-    llm = LLM(**small_options(text_folder))
-    with pytest.raises(RequestError, match=r"prompts must be text, token ids or a list of either, not"):
+PROMPT_LISTS: list[tuple[Any, str]] = [
+    *((prompts, r"prompts must be a prompt or a list of prompts, not \w+; " + FORMS) for prompts in (5, None, b"x")),
+    ((prompt for prompt in ("a", "b")), r"prompts must be a prompt or a list of prompts, not generator; " + FORMS),
+    (SamplingParams(), r"prompts must be a prompt or a list of prompts, not SamplingParams; " + FORMS),
+    ({"a": 1}, r"prompt 0: a prompt has the unknown keys a; " + FORMS),
+    ([[5], {"text": "x"}], r"prompt 1: a prompt has the unknown keys text; " + FORMS),
+    ([[5], 6], r"prompt 1: " + FORMS + r", not int"),
+    ([None, None], r"prompt 0: the prompt's item 0 is None, not a token id; " + FORMS),
+    (np.array([[5, 6]]), r"prompt 0: token ids have one dimension, but this ndarray has 2; give list\(ids\)"),
+    (np.array(None), r"prompt 0: token ids have one dimension, but this ndarray has 0"),
+    (torch.tensor([[5, 6]]), r"prompt 0: token ids have one dimension, but this Tensor has 2; give list\(ids\)"),
+]
+
+
+@pytest.fixture(scope="module")
+def llm(text_folder: Path) -> LLM:
+    return LLM(**small_options(text_folder))
+
+
+@pytest.mark.parametrize(("prompts", "message"), PROMPT_LISTS, ids=lambda value: ascii(value)[:40])
+def test_what_generate_does_not_take(llm, prompts, message):
+    with pytest.raises(RequestError, match=f"(?s)^{message}"):
         llm.generate(prompts)
+    still_serves(llm.engine)
+
+
+@pytest.mark.parametrize("use_tqdm", [None, 1, "yes", SamplingParams()], ids=lambda value: ascii(value)[:12])
+def test_what_use_tqdm_does_not_take(llm, use_tqdm):
+    with pytest.raises(RequestError, match=r"use_tqdm must be true, false or a class like tqdm, not \w+"):
+        llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm)
+    still_serves(llm.engine)
