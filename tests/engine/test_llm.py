@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import array
+import dataclasses
+import inspect
+import json
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from tqdm import tqdm
 
 from tests.engine.small import assert_idle, bytes_of, random_ids, run, small_options
-from tetrad import LLM, SamplingParams
-from tetrad.errors import RequestError
+from tetrad import LLM, ConfigError, EngineArgs, RequestError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -78,6 +85,118 @@ def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[5, 6, 7], [8]], GREEDY)
     assert_idle(llm.engine)
+
+
+# ---- the forms of a prompt, and what people paste ----
+
+IDS = bytes_of("wor")
+ONE = {
+    "text": "wor",
+    "numpy text": np.array(["wor"])[0],
+    "ids": IDS,
+    "tuple": tuple(IDS),
+    "numpy": np.array(IDS),
+    "numpy int32": np.array(IDS, dtype=np.int32),
+    "numpy uint16, every other": np.array([token for token in IDS for _ in range(2)], dtype=np.uint16)[::2],
+    "torch": torch.tensor(IDS),
+    "torch uint8, a column": torch.tensor([[token, 0] for token in IDS], dtype=torch.uint8)[:, 0],
+    "numpy scalars": list(np.array(IDS)),
+    "torch scalars": list(torch.tensor(IDS)),
+    "array": array.array("i", IDS),
+    "text in a dict": {"prompt": "wor"},
+    "ids in a dict": {"prompt_token_ids": IDS},
+    "numpy in a dict": {"prompt_token_ids": np.array(IDS)},
+    "torch in a dict": {"prompt_token_ids": torch.tensor(IDS), "prompt": None},
+    "ids and their text": {"prompt_token_ids": IDS, "prompt": "said so"},
+    "a mapping": types.MappingProxyType({"prompt": "wor"}),
+}
+
+
+@pytest.fixture(scope="module")
+def expected_tokens(llm: LLM) -> list[int]:
+    return alone(llm, IDS, GREEDY)
+
+
+def test_every_form_of_a_prompt(llm, expected_tokens):
+    """Dicts, arrays and tensors were refused, as one prompt and in a list."""
+    assert max(IDS) < 256
+    outputs = llm.generate(list(ONE.values()), GREEDY)
+    for name, output in zip(ONE, outputs, strict=True):
+        assert output.prompt_token_ids == IDS, name
+        assert {type(token) for token in output.prompt_token_ids} == {int}, name
+        assert output.outputs[0].token_ids == expected_tokens, name
+        expected_text = {"ids and their text": "said so"}.get(name, "wor" if "text" in name or "map" in name else None)
+        assert output.prompt == expected_text, name
+        assert type(output.prompt) in (str, type(None)), name
+        json.dumps(output.to_dict())
+
+
+@pytest.mark.parametrize("form", ONE)
+def test_one_prompt_is_not_a_list_of_them(llm, form):
+    """generate(ids) is one prompt in every form that ids have, and add_request takes the same forms."""
+    short = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    (output,) = llm.generate(ONE[form], short)
+    assert output.prompt_token_ids == IDS
+    name = llm.engine.add_request(ONE[form], short)
+    assert run(llm.engine)[name].prompt_token_ids == IDS
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        (IDS, [5]),
+        np.array(["wor", "a"]),
+        [np.array(IDS), np.array([5])],
+        [torch.tensor(IDS), torch.tensor([5])],
+        list(torch.tensor([IDS, IDS])),
+        range(5, 8),
+    ],
+    ids=["tuple", "numpy texts", "numpy rows", "torch rows", "rows of a matrix", "range"],
+)
+def test_lists_of_prompts(llm, prompts):
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    assert len(outputs) == (1 if isinstance(prompts, range) else 2)
+    assert outputs[0].prompt_token_ids == (list(prompts) if isinstance(prompts, range) else IDS)
+
+
+def test_use_tqdm_is_the_third_argument(llm, capfd):
+    """generate(prompts, params, True) is what people paste; it was an error."""
+    llm.generate([[5], [6]], GREEDY, True)
+    assert "requests: 100%" in capfd.readouterr().err
+    llm.generate([[5], [6]], GREEDY, False)
+    llm.generate([[5], [6]], GREEDY)
+    assert capfd.readouterr().err == ""
+    made = []
+
+    class Bar(tqdm):
+        def __init__(self, **options):
+            made.append(options["total"])
+            super().__init__(**options)
+
+    llm.generate([[5], [6]], GREEDY, use_tqdm=Bar)
+    assert made == [2]
+
+
+def test_the_tokenizer_of_the_model(llm, folder):
+    assert llm.get_tokenizer() is llm.engine.get_tokenizer()
+    assert llm.get_tokenizer().encode("wor") == IDS
+    with pytest.raises(ConfigError, match=r"ids-only has no tokenizer\.json; add the file, or name a tokenizer"):
+        LLM(
+            str(folder), **{name: value for name, value in small_options(folder).items() if name != "model"}
+        ).get_tokenizer()
+
+
+def test_the_model_is_the_first_argument_and_every_option_is_named():
+    """``LLM(**options)`` told an editor nothing; the model can also be given by position, as people paste it."""
+    parameters = inspect.signature(LLM).parameters
+    fields = dataclasses.fields(EngineArgs)
+    assert {*parameters} == {field.name for field in fields}
+    assert next(iter(parameters)) == "model"
+    for field in fields:
+        by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        assert (parameters[field.name].kind is by_position) == (field.name == "model")
+        assert parameters[field.name].annotation == field.type
+    assert EngineArgs("somewhere").model == "somewhere"
 
 
 # ---- beside requests that were added by hand ----

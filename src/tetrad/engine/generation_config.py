@@ -78,9 +78,7 @@ class GenerationConfig:
         """
         largest = max(self.eos_token_ids, default=-1)
         if self.path is not None and largest >= vocab_size:
-            raise _wrong(
-                self.path, f"eos_token_id: holds {largest}, but the model's token ids are 0 to {vocab_size - 1}"
-            )
+            raise _wrong(self.path, f"eos_token_id: holds {largest}; the model's token ids are 0 to {vocab_size - 1}")
 
     def news(self, known_eos_token_ids: Collection[int]) -> str:
         """What the file changes, as one sentence; empty where it changes nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
 
@@ -17,16 +17,15 @@ from tetrad.engine.sampling_params import SamplingParams
 from tetrad.engine.tokenizer import Tokenizer
 from tetrad.errors import RequestError
 
-_Owner = TypeVar("_Owner")
 _Options = ParamSpec("_Options")
 
 
 def _with_signature_of(
     record: Callable[_Options, Any],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[_Owner, _Options], None]]:
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _Options], None]]:
     """Gives a method the parameters of ``record``, for editors, type checkers and ``help`` alike."""
 
-    def change(method: Callable[..., None]) -> Callable[Concatenate[_Owner, _Options], None]:
+    def change(method: Callable[..., None]) -> Callable[Concatenate[Any, _Options], None]:
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         signature = inspect.signature(record)
         parameters = [own, *signature.parameters.values()]
@@ -54,7 +53,7 @@ class LLM:
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise TypeError(f"LLM() does not know {', '.join(unknown)}; its options are {', '.join(sorted(known))}")
-        self.engine = LLMEngine(EngineArgs(model, **options))
+        self.engine: LLMEngine = LLMEngine(EngineArgs(model, **options))
 
     def generate(
         self,

@@ -44,14 +44,16 @@ class LLMEngine:
     """
 
     def __init__(self, args: EngineArgs | EngineConfig, *, progress: bool = False) -> None:
-        self.config = args if isinstance(args, EngineConfig) else EngineConfig.resolve(args)
+        self.config: EngineConfig = args if isinstance(args, EngineConfig) else EngineConfig.resolve(args)
         config = self.config
-        self.tokenizer = Tokenizer.load(config.args.tokenizer or config.args.model, config.model.vocab_size)
+        self.tokenizer: Tokenizer | None = Tokenizer.load(
+            config.args.tokenizer or config.args.model, config.model.vocab_size
+        )
         if config.args.tokenizer and self.tokenizer is None:
             raise ConfigError(
                 f"tokenizer {str(config.args.tokenizer)!r} is not a folder with a tokenizer.json; correct it"
             )
-        self.eos_token_ids = frozenset(config.model.eos_token_id) | frozenset(
+        self.eos_token_ids: frozenset[int] = frozenset(config.model.eos_token_id) | frozenset(
             self.tokenizer.eos_token_ids if self.tokenizer else ()
         )
         generation = GenerationConfig.load(config.args)
@@ -59,7 +61,7 @@ class LLMEngine:
         if news := generation.news(self.eos_token_ids):
             logger.warning("%s", news)
         self.eos_token_ids |= frozenset(generation.eos_token_ids)
-        self.default_sampling_params = generation.sampling_params
+        self.default_sampling_params: SamplingParams = generation.sampling_params
         self.runner = ModelRunner(config, progress=progress)
         self.manager = BlockManager(self.runner.sizes, config.model.sliding_window)
         self.scheduler = Scheduler(
