@@ -200,7 +200,8 @@ def test_the_undamaged_checkpoint_loads(checkpoint):
 
 # ---- requests ----
 
-FORMS = r'a prompt is text, token ids \(a list, .*\), \{"prompt": text\} or \{"prompt_token_ids": ids\}'
+FORMS = r"a prompt is text or a list of token ids"
+"""What is taken besides stands behind it, in brackets."""
 
 PROMPTS: list[tuple[Any, str]] = [
     ("", r"the prompt is empty; give at least one token"),
@@ -319,6 +320,14 @@ def test_prompts(engine, prompt, message):
     with pytest.raises(RequestError, match=f"(?s){message}"):
         engine.add_request(prompt)
     still_serves(engine)
+
+
+@pytest.mark.parametrize("prompt", [5, {"text": "x"}, ["a"], {}], ids=str)
+def test_wrong_forms_name_all_the_right_ones(engine, prompt):
+    with pytest.raises(RequestError) as caught:
+        engine.add_request(prompt)
+    for form in ("text", "list of token ids", "array or tensor", '{"prompt": text}', '{"prompt_token_ids": ids}'):
+        assert form in str(caught.value)
 
 
 @pytest.mark.parametrize(("parameters", "message"), PARAMETERS, ids=lambda value: ascii(value)[:40])

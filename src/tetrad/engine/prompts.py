@@ -28,10 +28,8 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | TextPrompt | TokensPrompt
 
-FORMS = (
-    "text, token ids (a list, or a one-dimensional array or tensor of integers), "
-    '{"prompt": text} or {"prompt_token_ids": ids}'
-)
+_PLAIN = "a prompt is text or a list of token ids"
+_OTHERS = '(also taken: a one-dimensional array or tensor of integers, {"prompt": text}, and {"prompt_token_ids": ids})'
 _KEYS = ("prompt", "prompt_token_ids")
 _BYTES = (bytes, bytearray, memoryview)
 
@@ -73,7 +71,7 @@ def read_prompts(prompts: Any) -> list[Any]:
         holds_prompts = _dtype_kind(prompts) == "O" and prompts.ndim == 1
         return list(prompts) if holds_prompts else [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
-        raise RequestError(f"prompts must be a prompt or a list of prompts, not {_name(prompts)}; a prompt is {FORMS}")
+        raise RequestError(f"prompts must be a prompt or a list of prompts, not {_name(prompts)}; {_PLAIN} {_OTHERS}")
     if len(prompts) and not any(_is_prompt(item) for item in prompts):
         return [prompts]
     return list(prompts)
@@ -89,10 +87,10 @@ def _read_mapping(prompt: Mapping[Any, Any], vocab_size: int) -> ReadPrompt:
     unknown = sorted(str(key) for key in prompt if key not in _KEYS)
     if unknown:
         hint = " (there is no chat format yet)" if "messages" in unknown else ""
-        raise RequestError(f"a prompt has the unknown keys {', '.join(unknown)}{hint}; a prompt is {FORMS}")
+        raise RequestError(f"a prompt has the unknown keys {', '.join(unknown)}{hint}; {_PLAIN} {_OTHERS}")
     text, ids = (prompt.get(key) for key in _KEYS)
     if text is None and ids is None:
-        raise RequestError(f'a prompt has neither "prompt" nor "prompt_token_ids"; a prompt is {FORMS}')
+        raise RequestError(f'a prompt has neither "prompt" nor "prompt_token_ids"; {_PLAIN} {_OTHERS}')
     if text is not None and not isinstance(text, str):
         raise RequestError(f'"prompt" is {_name(text)}, not text; token ids go into "prompt_token_ids"')
     if isinstance(ids, (str, Mapping)):
@@ -106,7 +104,7 @@ def _token_ids(ids: Any, vocab_size: int) -> list[int]:
     elif isinstance(ids, Sequence) and not isinstance(ids, _BYTES):
         items = ids
     else:
-        raise RequestError(f"a prompt is {FORMS}, not {_name(ids)}")
+        raise RequestError(f"{_PLAIN}, not {_name(ids)} {_OTHERS}")
     return [
         item if type(item) is int and 0 <= item < vocab_size else _token_id(place, item, vocab_size)
         for place, item in enumerate(items)
@@ -137,7 +135,7 @@ def _token_id(place: int, item: Any, vocab_size: int) -> int:
         token_id = operator.index(item)
     except TypeError:
         raise RequestError(
-            f"the prompt's item {place} is {reprlib.repr(item)}, not a token id; a prompt is {FORMS}"
+            f"the prompt's item {place} is {reprlib.repr(item)}, not a token id; {_PLAIN} {_OTHERS}"
         ) from None
     if not 0 <= token_id < vocab_size:
         raise RequestError(f"the prompt's token id {token_id} is out of range: ids are 0 to {vocab_size - 1}")

@@ -89,7 +89,7 @@ class Tokenizer:
             RequestError: they are no token ids.
         """
         try:
-            ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+            ids: list[Any] = [token_ids] if isinstance(token_ids, int) else list(token_ids)
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         except (TypeError, OverflowError) as error:
             raise RequestError(
