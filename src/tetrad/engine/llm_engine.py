@@ -202,7 +202,7 @@ class LLMEngine:
         ids, params = request.prompt_token_ids, request.params
         limit = params.token_limit(self.config.max_model_len - len(ids))
         for index in range(params.n):
-            detokenizer = Detokenizer(self.tokenizer, ids, params.stop, params.min_tokens)
+            detokenizer = Detokenizer(self.tokenizer, ids, params.stop_strings, params.min_tokens)
             tokens: list[int] = []  # one list, which the engine extends and the sampler reads
             row = SamplingRow(params, ids, tokens, self._seed(params, index))
             request.sequences.append(Sequence(request, index, tokens, row, limit, detokenizer))
@@ -287,7 +287,7 @@ class LLMEngine:
         count = len(sequence.output_token_ids)
         may_stop = count > params.min_tokens
         # a token that ends the output is one of its ids, but never part of its text
-        if may_stop and token_id in params.stop_token_ids:
+        if may_stop and token_id in params.stop_ids:
             sequence.finish("stop", token_id)
             return
         if may_stop and not params.ignore_eos and token_id in self.eos_token_ids:
