@@ -202,7 +202,7 @@ def test_the_model_is_the_first_argument_and_every_option_is_named():
 # ---- beside requests that were added by hand ----
 
 
-@pytest.mark.parametrize("length", [1, 40], ids=["ends first", "ends last"])
+@pytest.mark.parametrize("length", [1, 11], ids=["ends first", "ends last"])
 def test_generate_keeps_the_outputs_of_requests_that_were_added_by_hand(llm, length):
     """Such an output was dropped where the request ended while ``generate`` ran: nobody ever saw it."""
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)

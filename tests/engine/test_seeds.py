@@ -21,11 +21,7 @@ def drawn(engine: LLMEngine, count: int = 3) -> list[list[int]]:
 def test_every_engine_seed_has_streams_of_its_own(folder, pair):
     """1 and -1 gave the same tokens: the generator behind them took the absolute value."""
     first, second = (small_engine(folder, seed=seed) for seed in pair)
-    for seed, engine in zip(pair, (first, second), strict=True):
-        engine.runner = first.runner  # the same weights, so that the draws alone differ
-        again = small_engine(folder, seed=seed)
-        again.runner = first.runner
-        assert drawn(again) == drawn(engine)
+    second.runner = first.runner  # the same weights, so that the draws alone differ
     assert drawn(first) != drawn(second)
 
 
