@@ -31,6 +31,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"model": "/nowhere/at/all"}, r"/nowhere/at/all: there is no such folder"),
     ({"model": 5}, r"model 5 is of type int; give str \| Path"),
     ({"tokenizer": "/nowhere"}, r"tokenizer '/nowhere' is not a folder with a tokenizer\.json"),
+    ({"generation_config": None}, r"generation_config None is of type NoneType; give str \| Path"),
+    ({"generation_config": "/nowhere"}, r"generation_config '/nowhere' is not a folder with a generation_config\.json"),
     ({"device": "tpu"}, r"device 'tpu' is not known; choose auto, cpu, cuda or cuda:N"),
     ({"device": "mps"}, r"device 'mps' is not supported; choose auto, cpu, cuda or cuda:N"),
     ({"device": "meta"}, r"device 'meta' is not supported"),

@@ -35,6 +35,10 @@ PROMPTS: list[tuple[Any, str]] = [
     ({"prompt": 5, "prompt_token_ids": [5]}, r'"prompt" is int, not text'),
     ({"text": "x", 7: "y"}, r"a prompt has the unknown keys 7, text; " + FORMS),
     ({"messages": []}, r"a prompt has the unknown keys messages \(there is no chat format yet\); " + FORMS),
+    (
+        {"role": "user", "content": "x"},
+        r"a prompt has the unknown keys content, role \(there is no chat format yet\); ",
+    ),
     ({"input_ids": [5], "attention_mask": [1]}, r"a prompt has the unknown keys attention_mask, input_ids; " + FORMS),
     (np.array([[5, 6], [7, 8]]), r"this ndarray has 2; give list\(ids\), one prompt a row and without padding"),
     (np.array(5), r"token ids have one dimension, but this ndarray has 0$"),

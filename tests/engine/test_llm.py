@@ -238,6 +238,21 @@ def test_kept_outputs_outlive_an_interrupt_and_a_failing_step(llm, monkeypatch):
     assert_idle(llm.engine)
 
 
+def test_two_callers_of_one_engine_get_their_own_outputs(llm):
+    """Each steps for its own requests, and neither loses what the other's step has brought to its end."""
+    names = [f"{place}" for place in range(12)]
+    for place, name in enumerate(names):
+        llm.engine.add_request([5 + place], SamplingParams(temperature=0, max_tokens=1 + place % 3), name)
+    seen: dict[str, list[str]] = {"1": [], "10": []}
+    for _ in range(3):
+        seen["1"] += [output.request_id for output in llm.engine.step(only="1")]
+        seen["10"] += [output.request_id for output in llm.engine.step(only=["10"], finished_only=True)]
+    assert {*seen["1"]} == {"1"}
+    assert seen["10"] == ["10"]
+    assert set(run(llm.engine)) == {*names} - {"1", "10"}
+    assert_idle(llm.engine)
+
+
 def test_a_kept_output_holds_its_request_id(llm):
     """A second request of that name would make two outputs that nobody can tell apart; abort gives the output."""
     llm.engine.add_request([9], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), "by hand")

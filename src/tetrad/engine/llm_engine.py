@@ -234,6 +234,8 @@ class LLMEngine:
                 next step that wants them, so no caller loses what another one's step has brought to its end. Who gives
                 ``only`` asks whether its own requests are done, not for ``has_unfinished_requests``.
         """
+        if isinstance(only, str):
+            only = (only,)  # not its parts
         batch = self.scheduler.schedule()
         if not batch.scheduled:
             return self._deliver([], only)

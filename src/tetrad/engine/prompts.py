@@ -86,7 +86,7 @@ def _is_prompt(item: Any) -> bool:
 def _read_mapping(prompt: Mapping[Any, Any], vocab_size: int) -> ReadPrompt:
     unknown = sorted(str(key) for key in prompt if key not in _KEYS)
     if unknown:
-        hint = " (there is no chat format yet)" if "messages" in unknown else ""
+        hint = " (there is no chat format yet)" if {"messages", "role"} & {*unknown} else ""
         raise RequestError(f"a prompt has the unknown keys {', '.join(unknown)}{hint}; {_PLAIN} {_OTHERS}")
     text, ids = (prompt.get(key) for key in _KEYS)
     if text is None and ids is None:
