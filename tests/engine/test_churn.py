@@ -128,7 +128,7 @@ def test_churn(folder, kinds, expected):
                 assert got == whole, (name, number)
     assert aborted > 50
     assert built.scheduler.preemptions > 20
-    assert sum(output.metrics["preemptions"] for output in outputs.values() if output.metrics) > 20
+    assert sum(output.metrics.preemptions for output in outputs.values() if output.metrics) > 20
 
 
 def test_the_kinds_cover_what_matters(kinds, expected):

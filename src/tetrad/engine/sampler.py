@@ -192,9 +192,9 @@ class Sampler:
                 ids, counts = row.output_counts()
                 penalised.add(number, ids, counts * params.frequency_penalty + params.presence_penalty)
             if params.logit_bias:
-                biased.add(number, list(params.logit_bias), list(params.logit_bias.values()))
+                biased.add(number, list(params.biases), list(params.biases.values()))
             if row.must_go_on:
-                excluded.add(number, sorted({*self._eos_token_ids, *params.stop_token_ids}), -math.inf)
+                excluded.add(number, sorted({*self._eos_token_ids, *params.stop_ids}), -math.inf)
         for cells, change in (
             (repeated, lambda logit, value: torch.where(logit > 0, logit / value, logit * value)),
             (penalised, torch.sub),

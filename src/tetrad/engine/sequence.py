@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tetrad.cache.block_manager import Holding
 from tetrad.engine.detokenizer import Detokenizer
-from tetrad.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from tetrad.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from tetrad.engine.sampler import SamplingRow
 from tetrad.engine.sampling_params import SamplingParams
 
@@ -35,6 +35,7 @@ class Sequence:
     max_tokens: int
     detokenizer: Detokenizer
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
     computed: int = 0
     holding: Holding | None = None
@@ -61,6 +62,13 @@ class Sequence:
         cut = len(prompt)
         return prompt[start:end] + self.output_token_ids[max(start - cut, 0) : max(end - cut, 0)]
 
+    def append(self, token_id: int, logprobs: dict[int, Logprob] | None) -> None:
+        """Take the next generated token, and its log probabilities where they were asked for."""
+        self.output_token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+            self.cumulative_logprob += logprobs[token_id].logprob
+
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """Mark the sequence as finished; its holdings are the scheduler's to give back."""
         self.status = SequenceStatus.FINISHED
@@ -68,20 +76,26 @@ class Sequence:
         self.detokenizer.finish()
 
     def output(self) -> CompletionOutput:
-        """The continuation as the user sees it."""
+        """The continuation as the user sees it: a copy that nothing else holds."""
+        asked = self.request.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
             text=self.detokenizer.text,
             token_ids=list(self.output_token_ids),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            logprobs=list(self.logprobs) if self.request.params.logprobs is not None else None,
+            logprobs=[dict(entries) for entries in self.logprobs] if asked else None,
+            cumulative_logprob=self.cumulative_logprob if asked else None,
         )
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and how to continue it, ``params.n`` times."""
+    """A prompt and how to continue it, ``params.n`` times.
+
+    Times are of ``time.monotonic``. ``common`` is the request of the stem that computes what this prompt and others
+    begin with.
+    """
 
     request_id: str
     prompt: str | None
@@ -89,8 +103,11 @@ class Request:
     params: SamplingParams
     arrival: float
     sequences: list[Sequence] = field(default_factory=list)
+    common: Request | None = None
+    started: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+    ended: float | None = None
     error: str | None = None
 
     @property
@@ -99,16 +116,31 @@ class Request:
         return all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
 
     def output(self) -> RequestOutput:
-        """The request as the user sees it, finished or not."""
-        metrics = {"arrival": self.arrival, "preemptions": float(sum(s.preemptions for s in self.sequences))}
-        if self.first_token is not None and self.last_token is not None:
-            metrics |= {"first_token": self.first_token, "last_token": self.last_token}
+        """The request as the user sees it, finished or not: a copy that nothing else holds."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt_token_ids=list(self.prompt_token_ids),
             outputs=[sequence.output() for sequence in self.sequences],
             finished=self.finished,
-            metrics=metrics,
+            metrics=self.metrics(),
             error=self.error,
         )
+
+    def metrics(self) -> RequestMetrics:
+        """How long its parts took so far."""
+        started = self.started
+        if self.common is not None and self.common.started is not None:
+            started = self.common.started
+        return RequestMetrics(
+            queue_seconds=_between(self.arrival, started),
+            prefill_seconds=_between(started, self.first_token),
+            time_to_first_token_seconds=_between(self.arrival, self.first_token),
+            decode_seconds=_between(self.first_token, self.last_token),
+            end_to_end_seconds=_between(self.arrival, self.ended),
+            preemptions=sum(sequence.preemptions for sequence in self.sequences),
+        )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
