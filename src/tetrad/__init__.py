@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tetrad.engine.args import EngineArgs
-    from tetrad.engine.llm import LLM
-    from tetrad.engine.llm_engine import LLMEngine
-    from tetrad.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-    from tetrad.engine.prompts import Prompt, TextPrompt, TokensPrompt
-    from tetrad.engine.sampling_params import SamplingParams
-    from tetrad.engine.selection_recorder import SelectionRecorder
-    from tetrad.engine.tokenizer import Tokenizer
+    from tetrad.config.args import EngineArgs
+    from tetrad.frontend.llm import LLM
+    from tetrad.frontend.llm_engine import LLMEngine
+    from tetrad.frontend.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+    from tetrad.frontend.prompts import Prompt, TextPrompt, TokensPrompt
+    from tetrad.frontend.sampling_params import SamplingParams
+    from tetrad.frontend.selection_recorder import SelectionRecorder
+    from tetrad.frontend.tokenizer import Tokenizer
     from tetrad.errors import CheckpointError, ConfigError, RequestError, TetradError
 
 __version__ = "0.1.0"
@@ -44,14 +44,14 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "tetrad.engine.args": ("EngineArgs",),
-    "tetrad.engine.llm": ("LLM",),
-    "tetrad.engine.llm_engine": ("LLMEngine",),
-    "tetrad.engine.outputs": ("CompletionOutput", "FinishReason", "Logprob", "RequestMetrics", "RequestOutput"),
-    "tetrad.engine.prompts": ("Prompt", "TextPrompt", "TokensPrompt"),
-    "tetrad.engine.sampling_params": ("SamplingParams",),
-    "tetrad.engine.selection_recorder": ("SelectionRecorder",),
-    "tetrad.engine.tokenizer": ("Tokenizer",),
+    "tetrad.config.args": ("EngineArgs",),
+    "tetrad.frontend.llm": ("LLM",),
+    "tetrad.frontend.llm_engine": ("LLMEngine",),
+    "tetrad.frontend.outputs": ("CompletionOutput", "FinishReason", "Logprob", "RequestMetrics", "RequestOutput"),
+    "tetrad.frontend.prompts": ("Prompt", "TextPrompt", "TokensPrompt"),
+    "tetrad.frontend.sampling_params": ("SamplingParams",),
+    "tetrad.frontend.selection_recorder": ("SelectionRecorder",),
+    "tetrad.frontend.tokenizer": ("Tokenizer",),
     "tetrad.errors": ("CheckpointError", "ConfigError", "RequestError", "TetradError"),
 }
 _HOMES = {name: home for home, names in _NAMES_OF.items() for name in names}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tetrad import SamplingParams
-from tetrad.engine.llm_engine import LLMEngine
+from tetrad.frontend.llm_engine import LLMEngine
 
 ENGINE = ("--load-dummy", "--device=cpu", "--max-model-len=128", "--max-num-seqs=2", "--kv-cache-memory-gb=0.5")
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.small import EOS, assert_idle, random_ids, run, small_engine
 from tetrad import LLMEngine, SamplingParams
-from tetrad.engine.outputs import RequestOutput
+from tetrad.frontend.outputs import RequestOutput
 
 REQUESTS = 1000
 KINDS = 40

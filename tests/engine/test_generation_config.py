@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.small import ABC, EOS, greedy, run, script, small_engine, small_options, write_config, write_tokenizer
 from tetrad import LLM, ConfigError, EngineArgs, SamplingParams
-from tetrad.engine.generation_config import FILE, GenerationConfig
+from tetrad.frontend.generation_config import FILE, GenerationConfig
 
 END = ABC[2]
 DOCUMENT = {

@@ -9,7 +9,7 @@ import tokenizers
 import torch
 from tokenizers import models
 
-from tetrad.engine.tokenizer import Tokenizer, require_tokenizer
+from tetrad.frontend.tokenizer import Tokenizer, require_tokenizer
 from tetrad.errors import ConfigError, RequestError
 
 

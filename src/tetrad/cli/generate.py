@@ -19,10 +19,10 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from tetrad.cli.flags import add_engine_flags, engine_args, json_object
-from tetrad.engine.generation_config import GenerationConfig
-from tetrad.engine.llm_engine import LLMEngine
-from tetrad.engine.outputs import RequestOutput
-from tetrad.engine.sampling_params import SamplingParams
+from tetrad.frontend.generation_config import GenerationConfig
+from tetrad.frontend.llm_engine import LLMEngine
+from tetrad.frontend.outputs import RequestOutput
+from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.errors import ConfigError, RequestError
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

@@ -95,7 +95,7 @@ class LLMEngine:
         The ``n`` choices of a request compute its prompt once.
 
         Args:
-            prompt: in any of the forms of ``tetrad.engine.prompts``: text, token ids (a list, or a one-dimensional
+            prompt: in any of the forms of ``tetrad.frontend.prompts``: text, token ids (a list, or a one-dimensional
                 array or tensor), ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
             params: None takes ``default_sampling_params``.
             request_id: a name that no request has of which ``step`` may still give an output; None makes one.

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tetrad.engine.outputs import Logprob
-from tetrad.engine.sampling_params import SamplingParams
-from tetrad.engine.token_counts import TokenCounts
-from tetrad.engine.tokenizer import Tokenizer
+from tetrad.frontend.outputs import Logprob
+from tetrad.frontend.sampling_params import SamplingParams
+from tetrad.runner.token_counts import TokenCounts
+from tetrad.frontend.tokenizer import Tokenizer
 
 # Rows are worked on by about this many logits at a time, to bound the memory of the fp64 copies (16 MiB each).
 _CHUNK_LOGITS = 1 << 21

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tetrad import bundled
-from tetrad.engine.args import EngineArgs
-from tetrad.engine.sampling_params import SamplingParams
+from tetrad.config.args import EngineArgs
+from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.errors import ConfigError, RequestError
 
 FILE = "generation_config.json"

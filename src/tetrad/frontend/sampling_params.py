@@ -23,7 +23,7 @@ _SEED_BITS = 64
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    The order in which the sampler applies the fields stands in :class:`tetrad.engine.sampler.Sampler`.
+    The order in which the sampler applies the fields stands in :class:`tetrad.runner.sampler.Sampler`.
 
     Args:
         n: independent choices for the prompt, 1 to 128; more than one needs ``temperature > 0``.
