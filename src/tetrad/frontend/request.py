@@ -40,7 +40,7 @@ class Choice:
                 self._take_logprobs(token_id, tokens.logprobs[place], decode_token)
             if place == last and tokens.finish_reason == "stop":
                 # a token that ends the output is one of its ids, but never part of its text
-                stops = token_id in self.request.params.stop_token_ids
+                stops = token_id in self.request.params.stop_ids
                 self.finish("stop", token_id if stops else None)
                 return
             self.detokenizer.append(token_id)
@@ -100,7 +100,7 @@ class Request:
     def add_sequence(self, choice: Choice, seed: int, eos_token_ids: frozenset[int], room: int) -> AddSequence:
         """What the core must know of a choice. ``room``: positions behind the prompt."""
         params = self.params
-        ends = frozenset(params.stop_token_ids)
+        ends = frozenset(params.stop_ids)
         return AddSequence(
             number=choice.number,
             prompt_token_ids=tuple(self.prompt_token_ids),
@@ -152,7 +152,7 @@ def _sampling(params: SamplingParams, end_token_ids: tuple[int, ...]) -> Samplin
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
-        logit_bias=params.logit_bias,
+        logit_bias=params.biases or None,
         min_tokens=params.min_tokens,
         end_token_ids=end_token_ids,
         logprobs=params.logprobs,
