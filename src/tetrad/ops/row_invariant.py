@@ -8,11 +8,11 @@ On a CPU they hold for any number of rows (asserted in the tests); on a GPU, for
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tetrad.torch_settings import without_autocast
 
 ROW_MULTIPLE = 8
 """fp32 matrix products on CPUs round alike for every row when the number of rows is a multiple of this. Nine rows
@@ -32,17 +32,6 @@ _SPLIT_REDUCTION = 32768
 """From as many numbers on, torch lets its threads share a reduction that has a single result."""
 
 
-_AS_IT_IS = contextlib.nullcontext()
-
-
-def _own_dtypes(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """A context in which products are made in the dtype of their operands, also for a caller inside autocast."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return _AS_IT_IS
-
-
 def pad_rows(x: Tensor, least: int = 1) -> Tensor:
     """``x`` [N, ...] with zero rows behind it, up to a multiple of 8 rows, at least ``least`` and at least 8."""
     rows = max(x.shape[0], least)
@@ -52,20 +41,21 @@ def pad_rows(x: Tensor, least: int = 1) -> Tensor:
     return torch.cat((x, x.new_zeros((missing, *x.shape[1:]))))
 
 
+@without_autocast
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [N, K] times weight [M, K], transposed: [N, M]. Rows are padded to a multiple of 8 for the product.
 
     So is K, to a multiple of 4, which copies the weight, and in 16 bits a small weight gets more rows, so that no
     number of rows falls below the size at which torch takes another library: only unusual configurations need either.
     """
-    with _own_dtypes(x):
-        rows = x.shape[0]
-        if missing := -x.shape[1] % INNER_MULTIPLE:
-            x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
-        least = 1 if weight.element_size() != 2 else _SMALL_PRODUCT // max(weight.numel(), 1) + 1
-        return F.linear(pad_rows(x, least), weight)[:rows]
+    rows = x.shape[0]
+    if missing := -x.shape[1] % INNER_MULTIPLE:
+        x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
+    least = 1 if weight.element_size() != 2 else _SMALL_PRODUCT // max(weight.numel(), 1) + 1
+    return F.linear(pad_rows(x, least), weight)[:rows]
 
 
+@without_autocast
 def batched_product(a: Tensor, b: Tensor) -> Tensor:
     """a [N, M, K] times b [N, K, P], item by item: [N, M, P]; fp32 or fp64.
 
@@ -73,17 +63,16 @@ def batched_product(a: Tensor, b: Tensor) -> Tensor:
     of their parts round differently, while a batch is split between its items. K and P are padded with zeros to
     multiples of 16, so that every item lies alike in memory.
     """
-    with _own_dtypes(a):
-        inner, outputs = -a.shape[2] % LANES, -b.shape[2] % LANES
-        if inner:
-            a = F.pad(a, (0, inner))
-        if inner or outputs:
-            # the last dimension in memory may be either
-            transposed = b.stride(1) == 1
-            b = F.pad(b.mT, (0, inner, 0, outputs)).mT if transposed else F.pad(b, (0, outputs, 0, inner))
-        alone = a.shape[0] == 1
-        product = torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1] if alone else torch.bmm(a, b)
-        return product[..., : product.shape[2] - outputs] if outputs else product
+    inner, outputs = -a.shape[2] % LANES, -b.shape[2] % LANES
+    if inner:
+        a = F.pad(a, (0, inner))
+    if inner or outputs:
+        # the last dimension in memory may be either
+        transposed = b.stride(1) == 1
+        b = F.pad(b.mT, (0, inner, 0, outputs)).mT if transposed else F.pad(b, (0, outputs, 0, inner))
+    alone = a.shape[0] == 1
+    product = torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1] if alone else torch.bmm(a, b)
+    return product[..., : product.shape[2] - outputs] if outputs else product
 
 
 def mean_square(x: Tensor) -> Tensor:
