@@ -16,7 +16,10 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 _DEVICES = ("cpu", "cuda")
-_FP32_PRODUCTS = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+_FP32_PRODUCTS = (
+    torch.backends.mkldnn.matmul,  # pyright: ignore[reportAttributeAccessIssue]
+    torch.backends.cuda.matmul,
+)
 
 
 def without_autocast(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

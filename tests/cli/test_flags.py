@@ -23,6 +23,7 @@ def parse(*arguments: str) -> EngineArgs:
 VALUES: dict[str, tuple[str, Any]] = {
     "tokenizer": ("some_folder", "some_folder"),
     "device": ("cuda:1", "cuda:1"),
+    "cpu_threads": ("2", "2"),
     "dtype": ("bf16", "bf16"),
     "kv_cache_dtype": ("fp8", "fp8"),
     "index_cache_dtype": ("mxfp4", "mxfp4"),

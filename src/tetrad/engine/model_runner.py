@@ -11,6 +11,7 @@ from tetrad.cache.kv_cache import KVCaches
 from tetrad.cache.spec import CacheSizes, format_bytes
 from tetrad.engine.batch import Batch
 from tetrad.engine.config import DEFAULT_CPU_CACHE_GB, EngineConfig
+from tetrad.engine.cpu_threads import with_cpu_threads
 from tetrad.engine.step_stager import StepStager
 from tetrad.errors import ConfigError
 from tetrad.models.checkpoint.dummy import fill_dummy
@@ -48,6 +49,7 @@ class ModelRunner:
             format_bytes(self.sizes.total_bytes(config.cache_spec)),
         )
 
+    @with_cpu_threads
     def _load(self, progress: bool) -> DeepseekV4:
         config = self.config
         with config.device:
@@ -84,6 +86,7 @@ class ModelRunner:
         return max(int(total * args.gpu_memory_utilization) - (total - free), 0)
 
     @undisturbed
+    @with_cpu_threads
     def execute(self, batch: Batch) -> Tensor:
         """Run one step. Returns logits fp32 [S, vocabulary], one row per sequence whose ``samples`` is set."""
         if batch.copies:
