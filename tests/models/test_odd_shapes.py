@@ -13,8 +13,9 @@ import torch
 from tests.session import Session, dummy_model
 from tests.tiny import tiny_config
 
+from tetrad.errors import ConfigError
 from tetrad.models.config import ModelConfig
-from tetrad.ops.row_invariant import batched_product, linear, mean_square
+from tetrad.ops.row_invariant import batched_product, linear, mean_square, middle_sum
 
 # what once differed: heads x head_dim that is no multiple of 4 in fp32, products of at most 512 weights in bf16
 NAMED = {
@@ -163,6 +164,27 @@ def test_batched_products(transposed):
         for start, count in ((0, 1), (1, 1), (3, 2), (5, 7), (1, 8), (4, 17)):
             part = slice(start, start + count)
             assert torch.equal(product(part), expected[part]), f"{rows} x {inner} x {columns}: {count} from {start}"
+
+
+def test_sums_over_the_middle():
+    """With 7 threads and 6 entries of 256 tokens the last columns of 37 were summed in another order than with 7."""
+    x = torch.randn(7, 256, 37, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(7)
+        expected = middle_sum(x)
+        torch.testing.assert_close(expected, x.sum(1), rtol=1e-4, atol=1e-4)
+        for start, count in ((0, 1), (1, 6), (0, 6), (2, 3)):
+            assert torch.equal(middle_sum(x[start : start + count].clone()), expected[start : start + count])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_more_streams_than_sums_can_bear_are_refused():
+    """Sums over 33 hyper-connection streams would depend on the rows of a step where there are many threads."""
+    assert config_of({"hc_mult": 32}).hc_mult == 32
+    with pytest.raises(ConfigError, match="hc_mult: is 33, must be an integer from 1 to 32"):
+        config_of({"hc_mult": 33})
 
 
 def test_a_long_row_on_its_own():

@@ -28,6 +28,9 @@ how an item lies in memory."""
 _SMALL_PRODUCT = 16**3
 """torch computes a 16-bit product on a CPU by one library above as many multiplications and by another up to it."""
 
+_COLUMNS = 32
+"""Columns that torch gives to one thread, or a multiple of them, where threads share a reduction."""
+
 _SPLIT_REDUCTION = 32768
 """From as many numbers on, torch lets its threads share a reduction that has a single result."""
 
@@ -84,6 +87,18 @@ def mean_square(x: Tensor) -> Tensor:
     if x.numel() == x.shape[-1] >= _SPLIT_REDUCTION:
         return torch.cat((square, square)).mean(-1, keepdim=True)[: x.shape[0]]
     return square.mean(-1, keepdim=True)
+
+
+def middle_sum(x: Tensor) -> Tensor:
+    """x [N, K, C] summed over K: [N, C]; x is fp32.
+
+    Where N is small, threads share the columns of a long sum, 32 or a multiple of them each, and what is left behind
+    the last 32 is summed in another order. So C is padded with zeros to a multiple of 32, unless it is smaller.
+    """
+    columns = x.shape[2]
+    if columns > _COLUMNS and columns % _COLUMNS:
+        return F.pad(x, (0, -columns % _COLUMNS)).sum(1)[:, :columns]
+    return x.sum(1)
 
 
 def sigmoid(x: Tensor) -> Tensor:
