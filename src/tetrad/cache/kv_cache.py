@@ -41,7 +41,7 @@ class KVCaches:
 
         def states(layers: int, ratio: int, dim: int) -> Tensor:
             places = sizes.state_slots * state_ring(ratio)
-            return torch.empty((layers, places, 2, spec.state_width(ratio, dim)), device=device)
+            return torch.empty((layers, places, 2, spec.state_width(ratio, dim)), dtype=torch.float32, device=device)
 
         count = spec.csa_layers
         self.window = pages(len(spec.layer_ratios), sizes.window_blocks, spec.window_layout)
@@ -109,5 +109,5 @@ class KVCaches:
 def _copy_along(tensor: Tensor | None, pairs: list[tuple[int, int]], dim: int) -> None:
     if tensor is None or not pairs:
         return
-    source, target = torch.tensor(pairs, device=tensor.device).unbind(1)
+    source, target = torch.tensor(pairs, dtype=torch.int64, device=tensor.device).unbind(1)
     tensor.index_copy_(dim, target, tensor.index_select(dim, source))

@@ -38,6 +38,12 @@ class EngineArgs:
         metavar="FOLDER",
     )
     device: str = _option("auto", "auto (cuda where there is one), cpu, cuda or cuda:N")
+    cpu_threads: int | str = _option(
+        "auto",
+        "threads of a step on a CPU; auto is OMP_NUM_THREADS where it is set, else 1 for a small model, all cores for "
+        "a large one",
+        metavar="N",
+    )
     dtype: str = _option(
         "auto", "compute dtype; auto is the checkpoint's own", choices=("auto", "bfloat16", "bf16", "float32", "fp32")
     )

@@ -17,6 +17,7 @@ import torch
 from tetrad import bundled
 from tetrad.cache.spec import CacheSizes, CacheSpec, format_bytes
 from tetrad.engine.args import EngineArgs
+from tetrad.engine.cpu_threads import CpuThreads, choose_cpu_threads
 from tetrad.errors import ConfigError
 from tetrad.geometry import IndexDtype, KVDtype, blocks_for, check_block_size, window_blocks_bound
 from tetrad.models.config import ModelConfig
@@ -57,6 +58,7 @@ class EngineConfig:
     max_num_batched_tokens: int
     max_num_seqs: int
     logits_budget_bytes: int
+    cpu_threads: CpuThreads
 
     @classmethod
     def resolve(cls, args: EngineArgs, *, platform: Platform | None = None) -> EngineConfig:
@@ -100,6 +102,7 @@ class EngineConfig:
             max_num_batched_tokens=tokens,
             max_num_seqs=args.max_num_seqs,
             logits_budget_bytes=_logits_budget_mb(args) << 20,
+            cpu_threads=choose_cpu_threads(args.cpu_threads, model, device),
         )
 
     @property

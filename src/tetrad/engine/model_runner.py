@@ -11,12 +11,14 @@ from tetrad.cache.kv_cache import KVCaches
 from tetrad.cache.spec import CacheSizes, format_bytes
 from tetrad.engine.batch import Batch
 from tetrad.engine.config import DEFAULT_CPU_CACHE_GB, EngineConfig
+from tetrad.engine.cpu_threads import with_cpu_threads
 from tetrad.engine.step_stager import StepStager
 from tetrad.errors import ConfigError
 from tetrad.models.checkpoint.dummy import fill_dummy
 from tetrad.models.checkpoint.reader import load_checkpoint
 from tetrad.models.deepseek_v4 import DeepseekV4
 from tetrad.models.indexer import IndexerOptions
+from tetrad.torch_settings import undisturbed
 
 logger = logging.getLogger(__name__)
 _GIB = 1 << 30
@@ -25,6 +27,7 @@ _GIB = 1 << 30
 class ModelRunner:
     """Loads the weights, allocates the caches, and turns each batch into logits."""
 
+    @undisturbed
     def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
         self.config = config
         # on a CPU the arithmetic comes before the weights, so that a wrong size is known at once
@@ -46,6 +49,7 @@ class ModelRunner:
             format_bytes(self.sizes.total_bytes(config.cache_spec)),
         )
 
+    @with_cpu_threads
     def _load(self, progress: bool) -> DeepseekV4:
         config = self.config
         with config.device:
@@ -81,7 +85,8 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(device)
         return max(int(total * args.gpu_memory_utilization) - (total - free), 0)
 
-    @torch.no_grad()
+    @undisturbed
+    @with_cpu_threads
     def execute(self, batch: Batch) -> Tensor:
         """Run one step. Returns logits fp32 [S, vocabulary], one row per sequence whose ``samples`` is set."""
         if batch.copies:

@@ -21,7 +21,7 @@ class _Buffer:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+        self._host = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=pinned)
         self._device = torch.zeros(shape, dtype=dtype, device=device) if pinned else self._host
         self.host: np.ndarray = self._host.numpy()
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetrad.torch_settings import without_autocast
 
+
+@without_autocast
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
     """Rotate the last ``2 * cos.shape[-1]`` channels of ``x``; the others pass through.
 

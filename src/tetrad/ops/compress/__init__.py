@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from tetrad.ops.compress import reference
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["compress", "update_state"]
 
 
+@without_autocast
 def compress(step: Tensor, state: Tensor, source_rows: Tensor, source_places: Tensor, *, overlap: bool) -> Tensor:
     """Pool K source tokens into each entry: e = sum_t softmax_t(g_t) * u_t, a softmax of its own for every channel.
 
@@ -24,6 +26,7 @@ def compress(step: Tensor, state: Tensor, source_rows: Tensor, source_places: Te
     return reference.compress(step, state, source_rows, source_places, overlap=overlap)
 
 
+@without_autocast
 def update_state(step: Tensor, state: Tensor, rows: Tensor, places: Tensor) -> None:
     """state[places] = step[rows]: remember the tokens that a later entry needs. rows, places: int64 [W]."""
     reference.update_state(step, state, rows, places)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetrad.ops.row_invariant import middle_sum
+
 
 def compress(step: Tensor, state: Tensor, source_rows: Tensor, source_places: Tensor, *, overlap: bool) -> Tensor:
     """See ``tetrad.ops.compress.compress``."""
@@ -19,8 +21,8 @@ def compress(step: Tensor, state: Tensor, source_rows: Tensor, source_places: Te
         value, gate = _halves(value), _halves(gate)
     # softmax over a middle dimension by hand: torch's own rounds differently at the end of a tensor
     weight = torch.exp(gate - gate.amax(1, keepdim=True))
-    weight = weight / weight.sum(1, keepdim=True)
-    return (weight * value).sum(1)
+    weight = weight / middle_sum(weight).unsqueeze(1)
+    return middle_sum(weight * value)
 
 
 def _halves(x: Tensor) -> Tensor:

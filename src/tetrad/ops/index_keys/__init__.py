@@ -15,6 +15,7 @@ from torch import Tensor
 from tetrad.geometry import IndexDtype, IndexLayout
 from tetrad.ops.arguments import check_pages, check_tensor
 from tetrad.ops.backends import Problem, backend_module
+from tetrad.torch_settings import without_autocast
 
 __all__ = [
     "index_key_vectors",
@@ -27,6 +28,7 @@ __all__ = [
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 
 
+@without_autocast
 def index_key_vectors(
     pooled: Tensor,
     norm_weight: Tensor,
@@ -56,6 +58,7 @@ def index_key_vectors(
     return backend.index_key_vectors(pooled, norm_weight, eps, cos, sin, dtype, hadamard=hadamard)
 
 
+@without_autocast
 def quantize_index_query(
     q: Tensor, cos: Tensor, sin: Tensor, index_dtype: IndexDtype | str, *, hadamard: bool = True
 ) -> tuple[Tensor, Tensor | None]:
@@ -80,6 +83,7 @@ def quantize_index_query(
     return backend.quantize_index_query(q, cos, sin, index_dtype, hadamard=hadamard)
 
 
+@without_autocast
 def write_pooled_index_keys(
     pooled: Tensor,
     norm_weight: Tensor,
@@ -105,6 +109,7 @@ def write_pooled_index_keys(
     backend.write_pooled_index_keys(pooled, norm_weight, eps, cos, sin, dtype, pages, slots, layout, hadamard=hadamard)
 
 
+@without_autocast
 def write_index_keys(keys: Tensor, pages: Tensor, slots: Tensor, layout: IndexLayout) -> None:
     """Quantise keys and store each at its slot, data and scales together; ``pages`` is changed in place.
 
@@ -126,6 +131,7 @@ def write_index_keys(keys: Tensor, pages: Tensor, slots: Tensor, layout: IndexLa
     backend.write_index_keys(keys, pages, slots, layout)
 
 
+@without_autocast
 def read_index_keys(pages: Tensor, slots: Tensor, layout: IndexLayout) -> Tensor:
     """The stored keys at ``slots``, dequantised: fp32 [..., D]; zeros for a negative slot.
 

@@ -9,6 +9,7 @@ from tetrad.ops.arguments import check_output, check_whole
 from tetrad.ops.indexer_logits import check_indexer_arguments, indexer_logits
 from tetrad.ops.plan_indexer import IndexerPlan
 from tetrad.ops.topk_indices import topk_indices
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["DEFAULT_LOGITS_BUDGET", "index_topk", "rows_per_chunk"]
 
@@ -19,6 +20,7 @@ _LOGIT_BYTES = 4
 _ROW_STEP = 128
 
 
+@without_autocast
 def index_topk(
     q: Tensor,
     q_scale: Tensor | None,

@@ -10,6 +10,7 @@ from tetrad.geometry import IndexDtype, IndexLayout
 from tetrad.ops.arguments import check_output, check_pages, check_tensor, check_whole
 from tetrad.ops.backends import Problem, backend_module
 from tetrad.ops.plan_indexer import IndexerPlan
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["check_indexer_arguments", "indexer_logits"]
 
@@ -21,6 +22,7 @@ _INDEX_DTYPES = {
 }
 
 
+@without_autocast
 def indexer_logits(
     q: Tensor,
     q_scale: Tensor | None,

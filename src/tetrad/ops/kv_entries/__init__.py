@@ -12,12 +12,14 @@ from torch import Tensor
 from tetrad.geometry import KVLayout
 from tetrad.ops.arguments import check_pages, check_tensor
 from tetrad.ops.backends import Problem, backend_module
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["read_kv_entries", "write_kv_entries"]
 
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 
 
+@without_autocast
 def write_kv_entries(values: Tensor, pages: Tensor, slots: Tensor, layout: KVLayout) -> None:
     """Store entries at their slots, data and scales together; ``pages`` is changed in place.
 
@@ -40,6 +42,7 @@ def write_kv_entries(values: Tensor, pages: Tensor, slots: Tensor, layout: KVLay
     backend.write_kv_entries(values, pages, slots, layout)
 
 
+@without_autocast
 def read_kv_entries(pages: Tensor, slots: Tensor, layout: KVLayout, dtype: torch.dtype) -> Tensor:
     """The stored entries at ``slots``: [..., d] in ``dtype``; zeros for a negative slot.
 

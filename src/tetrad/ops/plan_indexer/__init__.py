@@ -10,10 +10,12 @@ from torch import Tensor
 from tetrad.ops.arguments import check_tensor, check_whole
 from tetrad.ops.backends import Problem, backend_module
 from tetrad.ops.plan_indexer.plan import BLOCK, LEAST_SLOTS, IndexerPlan
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["BLOCK", "LEAST_SLOTS", "IndexerPlan", "plan_indexer"]
 
 
+@without_autocast
 def plan_indexer(
     row_request: Tensor, visible_end: Tensor, *, width: int, out: IndexerPlan | Tensor | None = None
 ) -> IndexerPlan:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tetrad.geometry import KVLayout
 from tetrad.ops.sparse_attention import reference
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["KeySegment", "sparse_attention"]
 
@@ -32,6 +33,7 @@ class KeySegment:
     entries: Tensor | None = None
 
 
+@without_autocast
 def sparse_attention(
     q: Tensor, sinks: Tensor, segments: list[KeySegment], row_request: Tensor, *, scale: float
 ) -> Tensor:

@@ -69,7 +69,7 @@ def _keys(segment: KeySegment, offset: int, request: Tensor, rows: slice, dtype:
         seen = entry >= 0
     else:
         assert segment.start is not None and segment.end is not None
-        place = torch.arange(offset, offset + segment.block, device=request.device)
+        place = torch.arange(offset, offset + segment.block, dtype=torch.int64, device=request.device)
         entry = segment.start[rows].long().unsqueeze(1) + place
         seen = entry < segment.end[rows].long().unsqueeze(1)
     slots = entry_slots(segment.tables, request.unsqueeze(1), entry.where(seen, 0), segment.layout.entries)

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from tetrad.ops.arguments import check_output, check_tensor, check_whole
 from tetrad.ops.backends import Problem, backend_module
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["topk_indices"]
 
 
+@without_autocast
 def topk_indices(logits: Tensor, visible_end: Tensor, k: int, *, out: Tensor | None = None) -> Tensor:
     """The columns of the k largest of ``logits[r, :visible_end[r]]``: int32 [R, k].
 
