@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tetrad.engine.llm import LLM as LLM
     from tetrad.engine.llm_engine import LLMEngine as LLMEngine
     from tetrad.engine.sampling_params import SamplingParams as SamplingParams
+    from tetrad.engine.selection_recorder import SelectionRecorder as SelectionRecorder
 
 __version__ = "0.1.0"
 
@@ -21,8 +22,9 @@ _HOMES = {
     "LLM": "tetrad.engine.llm",
     "LLMEngine": "tetrad.engine.llm_engine",
     "SamplingParams": "tetrad.engine.sampling_params",
+    "SelectionRecorder": "tetrad.engine.selection_recorder",
 }
-__all__ = ["LLM", "EngineArgs", "LLMEngine", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineArgs", "LLMEngine", "SamplingParams", "SelectionRecorder", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,10 @@ class EngineArgs:
     """The engine's options, as given; ``EngineConfig.resolve`` checks them and fills in what is left open."""
 
     model: str | Path = _option(
-        "", "folder of the checkpoint; bundled is the small model of this package", aliases=("--model-path",)
+        "",
+        "folder of the checkpoint; bundled is the small model of this package; deepseek-v4-flash and deepseek-v4-pro "
+        "are the configurations of the released models, without weights",
+        aliases=("--model-path",),
     )
     tokenizer: str | Path | None = _option(
         None, "folder of tokenizer.json, where it is not the model's", metavar="FOLDER"
@@ -52,7 +55,9 @@ class EngineArgs:
     load_format: str = _option(
         "auto", "dummy: random weights, only config.json is read", choices=("auto", "dummy"), const_alias="--load-dummy"
     )
-    hf_overrides: dict[str, Any] = _option({}, "values that replace those of config.json", metavar="JSON")
+    hf_overrides: dict[str, Any] = _option(
+        {}, "values that replace those of config.json, by its own names; an object may hold a part", metavar="JSON"
+    )
     block_size: int = _option(256, "tokens in a block; only 256 is possible")
     max_model_len: int | str | None = _option(
         None, "most tokens of a prompt and its output; 128K is 131072, 128k is 128000", metavar="TOKENS"

@@ -74,8 +74,8 @@ def load_checkpoint(
     """Fills a model from a checkpoint folder.
 
     The folder holds ``model.safetensors``, or shards and ``model.safetensors.index.json``; of both, an index whose
-    files are all there is read. Names may be native or those of transformers. FP8 (E4M3 with a scale per tile) and FP4 (two
-    E2M1 codes in a byte, stored as I8, U8 or F4, with a scale per 32 inputs) are dequantised to the dtype of the
+    files are all there is read. Names may be native or those of transformers. FP8 (E4M3 with a scale per tile) and FP4
+    (two E2M1 codes in a byte, stored as I8, U8 or F4, with a scale per 32 inputs) are dequantised to the dtype of the
     parameter they go to; the size of the tiles follows from the grid of scales. Tensors of the multi-token-prediction
     layers (``mtp.``) are skipped. Besides the model itself no more than one tensor and its scales are held at a time.
     Everything is checked before the first value is copied.
