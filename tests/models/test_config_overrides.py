@@ -152,6 +152,7 @@ def test_what_is_replaced_is_not_checked(change: dict[str, Any], overrides: dict
         ),
         ({"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype: is 'float32', which contradicts torch_dtype"),
         ({"quantization_config": {"fmt": "e5m2"}}, "quantization_config.fmt: is 'e5m2', must be 'e4m3'"),
+        ({"quantization_config": {"fmt_": 1}}, "quantization_config.fmt_: is not known; known are quant_method, fmt"),
         ({"layer_types": [SPARSE]}, "layer_types: has 1 entries, must have one for each of the 43 layers"),
         ({"compress_rate_hca": 4}, "compress_rate_hca: is 4, must be a divisor of 256 other than 4"),
         ({"model_type": "deepseek_v3"}, "model_type: is 'deepseek_v3', must be 'deepseek_v4'"),

@@ -165,9 +165,13 @@ class ModelConfig:
             path = path / "config.json"
         if not path.is_file():
             what = "the folder has no config.json" if Path(folder).is_dir() else "there is no such folder"
-            raise ConfigError(f"cannot read the model configuration {path}: {what}. Give the folder of a checkpoint.")
+            raise ConfigError(
+                f"cannot read the model configuration {path}: {what}. Give the folder of a checkpoint; nothing is "
+                f"downloaded."
+            )
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            # editors on Windows begin a file with a byte-order mark
+            document = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read the model configuration {path}: it is not valid JSON ({error}).") from error
         if not isinstance(document, dict):
@@ -177,6 +181,16 @@ class ModelConfig:
     def to_native_dict(self) -> dict[str, Any]:
         """This configuration as the released config.json spells it; ``from_dict`` gives back an equal record."""
         return config_forms.write_native(dataclasses.asdict(self))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object in which no name stands twice with different values, of which one would win without a word."""
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result and result[name] != value:
+            raise ValueError(f"the name {name!r} stands twice, with {result[name]!r} and {value!r}")
+        result[name] = value
+    return result
 
 
 def _warn_of_unread(document: Mapping[str, Any], source: str) -> None:

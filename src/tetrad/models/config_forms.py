@@ -88,6 +88,9 @@ _FIXED: dict[str, Any] = {
 # the same, for values that earlier DeepSeek models have and this one's documents do not
 _FIXED_ELSEWHERE: dict[str, Any] = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "moe_layer_freq": 1}
 
+# where null means that there is none of it, which this model cannot do without
+_NULL_IS_NONE = ("n_shared_experts", "swiglu_limit")
+
 # other names of a value, as transformers knows them
 _ALIASES = {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}
 
@@ -129,6 +132,12 @@ _OBJECTS = {
     "quantization_config": ("quant_method",),
     "compress_rates": (),
 }
+
+# the size of the tiles and what is not converted follow from the tensors themselves
+_QUANTIZATION = (
+    *("quant_method", "fmt", "activation_scheme", "expert_dtype", "scale_fmt", "weight_block_size"),
+    *("modules_to_not_convert", "ignored_layers", "dequantize"),
+)
 
 _DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 
@@ -233,7 +242,8 @@ def _translate(reading: Reading, inference: bool) -> None:
         if type(value) is not type(only) or value != only:
             reading.report(name, f"is {value!r}, must be {only!r}: nothing else is implemented")
     for name in _SAME_NAMES:
-        if document.get(name) is not None or (reading.is_override and name in document):
+        null_counts = reading.is_override or name in _NULL_IS_NONE
+        if document.get(name) is not None or (null_counts and name in document):
             reading.put(name, document[name], name)
     for alias, name in _ALIASES.items():
         if document.get(alias) is not None:
@@ -347,6 +357,9 @@ def _read_quantization(reading: Reading) -> None:
 
 
 def _check_quantization(reading: Reading, given: Mapping[str, Any]) -> None:
+    for name in given:
+        if reading.is_override and name not in _QUANTIZATION:
+            reading.report(f"quantization_config.{name}", f"is not known; known are {', '.join(_QUANTIZATION)}")
     extends = reading.is_override and reading.base.get("quantized") is True
     for name, only in (("quant_method", "fp8"), ("fmt", "e4m3"), ("activation_scheme", "dynamic")):
         value = given.get(name)

@@ -102,7 +102,7 @@ def _read_index(folder: Path, report: Report) -> dict[str, str] | None:
             return {}
         return None
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(path.read_text(encoding="utf-8-sig"))["weight_map"]
         if not all(isinstance(file, str) and Path(file).name == file for file in weight_map.values()):
             raise ValueError("a shard is not a file name of this folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
