@@ -127,6 +127,35 @@ class CacheSizes:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class CacheDemand:
+    """What an engine asks of its caches: blocks and states counted, bytes over all layers."""
+
+    window_blocks: int
+    window_block_bytes: int
+    states: int  # one per sequence of a step
+    state_bytes: int
+    block_bytes: int
+    blocks_per_sequence: int  # of a sequence of the greatest length
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that are there however long the sequences are: window blocks and compressor states."""
+        return self.window_blocks * self.window_block_bytes + self.states * self.state_bytes
+
+    def describe_fixed(self) -> str:
+        """The arithmetic of ``fixed_bytes``, for a reader."""
+        windows, states = self.window_blocks * self.window_block_bytes, self.states * self.state_bytes
+        return (
+            f"{self.window_blocks} window blocks x {format_bytes(self.window_block_bytes)} = {format_bytes(windows)}, "
+            f"{self.states} compressor states x {format_bytes(self.state_bytes)} = {format_bytes(states)}"
+        )
+
+    def total_bytes(self, sequences: int) -> int:
+        """Bytes with which this many sequences of the greatest length fit."""
+        return self.fixed_bytes + sequences * self.blocks_per_sequence * self.block_bytes
+
+
 def format_bytes(count: float) -> str:
     """``count`` bytes for a reader: "4352 B", "3.4 GiB"."""
     if count < 1024:

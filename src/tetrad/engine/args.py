@@ -24,7 +24,8 @@ class EngineArgs:
         default="",
         kw_only=False,
         metadata={
-            "help": "folder of the checkpoint; bundled is the small model of this package",
+            "help": "folder of the checkpoint; bundled is the small model of this package; deepseek-v4-flash and "
+            "deepseek-v4-pro are the configurations of the released models, without weights",
             "aliases": ("--model-path",),
         },
     )
@@ -70,7 +71,9 @@ class EngineArgs:
     load_format: str = _option(
         "auto", "dummy: random weights, only config.json is read", choices=("auto", "dummy"), const_alias="--load-dummy"
     )
-    hf_overrides: dict[str, Any] = _option({}, "values that replace those of config.json", metavar="JSON")
+    hf_overrides: dict[str, Any] = _option(
+        {}, "values that replace those of config.json, by its own names; an object may hold a part", metavar="JSON"
+    )
     block_size: int = _option(256, "tokens in a block; only 256 is possible")
     max_model_len: int | str | None = _option(
         None, "most tokens of a prompt and its output; 128K is 131072, 128k is 128000", metavar="TOKENS"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tetrad import bundled
-from tetrad.cache.spec import CacheSizes, CacheSpec, format_bytes
+from tetrad.cache.spec import CacheDemand, CacheSizes, CacheSpec, format_bytes
 from tetrad.engine.args import EngineArgs
 from tetrad.engine.cpu_threads import CpuThreads, choose_cpu_threads
 from tetrad.errors import ConfigError
@@ -120,19 +120,27 @@ class EngineConfig:
             compute_dtype=self.dtype,
         )
 
+    @property
+    def cache_demand(self) -> CacheDemand:
+        """What the caches of this engine need, by number and by bytes."""
+        spec = self.cache_spec
+        return CacheDemand(
+            window_blocks=window_blocks_bound(self.max_num_seqs, self.max_num_batched_tokens, spec.window),
+            window_block_bytes=spec.window_block_bytes,
+            states=self.max_num_seqs,
+            state_bytes=spec.state_bytes,
+            block_bytes=sum(spec.block_bytes.values()),
+            blocks_per_sequence=blocks_for(self.max_model_len),
+        )
+
     def cache_sizes(self, available_bytes: int) -> CacheSizes:
         """How many blocks fit into ``available_bytes`` beside the window blocks and the compressor states.
 
         Raises:
             ConfigError: with the arithmetic, where not even one sequence of max_model_len fits.
         """
-        spec = self.cache_spec
-        windows = window_blocks_bound(self.max_num_seqs, self.max_num_batched_tokens, spec.window)
-        window_bytes = windows * spec.window_block_bytes
-        state_bytes = self.max_num_seqs * spec.state_bytes
-        block_bytes = sum(spec.block_bytes.values())
-        needed = blocks_for(self.max_model_len)
-        useful = needed * self.max_num_seqs
+        demand = self.cache_demand
+        needed, useful = demand.blocks_per_sequence, demand.blocks_per_sequence * self.max_num_seqs
         if self.args.num_gpu_blocks_override is not None:
             blocks = self.args.num_gpu_blocks_override
             if blocks < needed:
@@ -140,22 +148,19 @@ class EngineConfig:
                     f"num_gpu_blocks_override {blocks} is too low: one sequence of max_model_len {self.max_model_len} "
                     f"needs {needed} blocks; raise it to at least that, or lower --max-model-len"
                 )
-        elif block_bytes:
-            blocks = min(max(available_bytes - window_bytes - state_bytes, 0) // block_bytes, useful)
+        elif demand.block_bytes:
+            blocks = min(max(available_bytes - demand.fixed_bytes, 0) // demand.block_bytes, useful)
         else:
-            blocks = useful if window_bytes <= available_bytes else 0
+            blocks = useful if demand.fixed_bytes <= available_bytes else 0
         if blocks < needed:
-            total = window_bytes + state_bytes + needed * block_bytes
             raise ConfigError(
-                f"the caches do not fit: {windows} window blocks x {format_bytes(spec.window_block_bytes)} = "
-                f"{format_bytes(window_bytes)}, {self.max_num_seqs} compressor states x "
-                f"{format_bytes(spec.state_bytes)} = {format_bytes(state_bytes)}, and one sequence of max_model_len "
-                f"{self.max_model_len} needs {needed} blocks x {format_bytes(block_bytes)} = "
-                f"{format_bytes(needed * block_bytes)}: {format_bytes(total)} in all, but there are "
-                f"{format_bytes(available_bytes)}, which leave {blocks} blocks. Lower --max-model-len, --max-num-seqs "
-                f"or --max-num-batched-tokens, or raise --kv-cache-memory-gb"
+                f"the caches do not fit: {demand.describe_fixed()}, and one sequence of max_model_len "
+                f"{self.max_model_len} needs {needed} blocks x {format_bytes(demand.block_bytes)} = "
+                f"{format_bytes(needed * demand.block_bytes)}: {format_bytes(demand.total_bytes(1))} in all, but there "
+                f"are {format_bytes(available_bytes)}, which leave {blocks} blocks. Lower --max-model-len, "
+                f"--max-num-seqs or --max-num-batched-tokens, or raise --kv-cache-memory-gb"
             )
-        return CacheSizes(blocks, windows, self.max_num_seqs)
+        return CacheSizes(blocks, demand.window_blocks, self.max_num_seqs)
 
     def compute_hash(self) -> str:
         """SHA-256 over everything that changes what is computed or how the caches lie, as hex digits."""

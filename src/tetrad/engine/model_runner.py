@@ -7,10 +7,12 @@ import logging
 import torch
 from torch import Tensor
 
+from tetrad import bundled
 from tetrad.cache.kv_cache import KVCaches
 from tetrad.cache.spec import CacheSizes, format_bytes
+from tetrad.engine import memory
 from tetrad.engine.batch import Batch
-from tetrad.engine.config import DEFAULT_CPU_CACHE_GB, EngineConfig
+from tetrad.engine.config import EngineConfig
 from tetrad.engine.cpu_threads import with_cpu_threads
 from tetrad.engine.step_stager import StepStager
 from tetrad.errors import ConfigError
@@ -21,7 +23,6 @@ from tetrad.models.indexer import IndexerOptions
 from tetrad.torch_settings import undisturbed
 
 logger = logging.getLogger(__name__)
-_GIB = 1 << 30
 
 
 class ModelRunner:
@@ -30,10 +31,12 @@ class ModelRunner:
     @undisturbed
     def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
         self.config = config
-        # on a CPU the arithmetic comes before the weights, so that a wrong size is known at once
-        sizes = config.cache_sizes(self._cache_bytes()) if config.device.type == "cpu" else None
+        bundled.require_weights(config.args.model, dummy=config.args.load_format == "dummy")
+        # the arithmetic comes before the weights, so that a wrong size is known at once
+        weights = memory.check_weights(config)
+        config.cache_sizes(memory.cache_memory(config, weights_to_come=weights))
         self.model = self._load(progress)
-        self.sizes: CacheSizes = sizes or config.cache_sizes(self._cache_bytes())
+        self.sizes: CacheSizes = config.cache_sizes(memory.cache_memory(config))
         self.caches = self._allocate()
         self.stager = StepStager(
             max_num_seqs=config.max_num_seqs,
@@ -52,17 +55,22 @@ class ModelRunner:
     @with_cpu_threads
     def _load(self, progress: bool) -> DeepseekV4:
         config = self.config
-        with config.device:
-            model = DeepseekV4(
-                config.model,
-                config.dtype,
-                quant=config.activation_quant,
-                indexer_options=IndexerOptions(config.logits_budget_bytes, config.args.index_hadamard),
-            )
-        if config.args.load_format == "dummy":
-            fill_dummy(model, config.model, config.args.seed or 0)
-        else:
-            load_checkpoint(config.args.model, config.model, model, device=config.device, progress=progress)
+        try:
+            with config.device:
+                model = DeepseekV4(
+                    config.model,
+                    config.dtype,
+                    quant=config.activation_quant,
+                    indexer_options=IndexerOptions(config.logits_budget_bytes, config.args.index_hadamard),
+                )
+            if config.args.load_format == "dummy":
+                fill_dummy(model, config.model, config.args.seed or 0)
+            else:
+                load_checkpoint(config.args.model, config.model, model, device=config.device, progress=progress)
+        except (MemoryError, RuntimeError) as error:
+            if _is_lack_of_memory(error):
+                raise memory.weights_not_allocated(config, error) from error
+            raise
         return model.eval()
 
     def _allocate(self) -> KVCaches:
@@ -75,16 +83,6 @@ class ModelRunner:
                 f"have ({str(error).splitlines()[0]}); lower --kv-cache-memory-gb or --num-gpu-blocks-override"
             ) from error
 
-    def _cache_bytes(self) -> int:
-        """Bytes that the caches may take."""
-        args, device = self.config.args, self.config.device
-        if args.kv_cache_memory_gb is not None:
-            return int(args.kv_cache_memory_gb * _GIB)
-        if device.type == "cpu":
-            return int(DEFAULT_CPU_CACHE_GB * _GIB)
-        free, total = torch.cuda.mem_get_info(device)
-        return max(int(total * args.gpu_memory_utilization) - (total - free), 0)
-
     @undisturbed
     @with_cpu_threads
     def execute(self, batch: Batch) -> Tensor:
@@ -93,3 +91,8 @@ class ModelRunner:
             self.caches.copy(batch.copies)
         inputs = self.stager.stage(batch)
         return self.model(inputs, self.model.metadata(inputs), self.caches)
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    # torch raises nothing more exact than RuntimeError on a CPU
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
