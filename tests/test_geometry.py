@@ -64,7 +64,7 @@ def test_index_page(dtype, dim, data, scales, page):
 def test_index_page_that_fp4_cannot_hold(dim):
     with pytest.raises(ConfigError, match=rf"index_head_dim {dim} is not a multiple of 32.*fp8 or bf16"):
         IndexLayout(IndexDtype.FP4, dim)
-    IndexLayout(IndexDtype.FP8, dim)
+    IndexLayout(IndexDtype.FP8, dim, hadamard=False)
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -115,6 +115,7 @@ class EngineConfig:
             kv_dtype=self.kv_cache_dtype,
             index_dtype=IndexDtype(self.index_cache_dtype.dtype),
             compute_dtype=self.dtype,
+            index_hadamard=self.args.index_hadamard,
         )
 
     def cache_sizes(self, available_bytes: int) -> CacheSizes:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tetrad.formats.arguments import check_is_tensor, check_whole
+
 BLOCK = 256
 """Entries that a scorer handles at a time: four pages."""
 
@@ -33,6 +35,13 @@ class IndexerPlan:
     block: int = BLOCK
     schedule: Tensor | None = None
     schedule_of: str = ""
+
+    def __post_init__(self) -> None:
+        check_is_tensor("buffer", self.buffer)
+        for name, least in (("rows", 0), ("width", 0), ("block", 1)):
+            check_whole(name, getattr(self, name), least)
+        if self.schedule is not None:
+            check_is_tensor("schedule", self.schedule)
 
     @property
     def slots(self) -> int:
