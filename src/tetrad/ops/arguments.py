@@ -124,6 +124,15 @@ def check_compute_dtype(dtype: Any) -> None:
         raise TypeError(f"dtype must be float32 or bfloat16; got {described(dtype)}{hint}")
 
 
+def check_switch(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False.
+
+    :raises TypeError: if it is not
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {described(value)}")
+
+
 def check_real(name: str, value: Any) -> None:
     """Refuse what is not a plain number.
 

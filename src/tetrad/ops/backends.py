@@ -155,6 +155,7 @@ def offers(op: str, platform: Platform, problem: Problem) -> tuple[Offer, ...]:
 
     :raises ConfigError: if there is no such op
     """
+    _check_asked(platform, problem)
     given = [Offer(op, backend.name, *backend.supports(platform, problem)) for backend in _backends(op)]
     return tuple(_if_proven(offer) for offer in given)
 
@@ -185,6 +186,7 @@ def named_backend(op: str, name: str, platform: Platform, problem: Problem) -> C
 
     :raises ConfigError: if there is no such op or back end, or it does not support the problem on the platform
     """
+    _check_asked(platform, problem)
     backends = {backend.name: backend for backend in _backends(op)}
     if name not in backends:
         raise ConfigError(f"{op} has no back end {name!r}; it has {', '.join(backends)}")
@@ -254,6 +256,13 @@ class _ModuleLookup:
 
 
 backend_module = _ModuleLookup()
+
+
+def _check_asked(platform: Platform, problem: Problem) -> None:
+    if not isinstance(platform, Platform):
+        raise TypeError(f'platform must be a Platform, such as current_platform("cuda"); got {described(platform)}')
+    if not isinstance(problem, Problem):
+        raise TypeError(f'problem must be a Problem, such as Problem("fp4", 128, 64); got {described(problem)}')
 
 
 def _names_by_op(names: Sequence[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from tetrad.formats.arguments import check_whole
 from tetrad.geometry import IndexDtype, IndexLayout
 from tetrad.ops.arguments import as_pages, check_output, check_pages, check_tensor
 from tetrad.ops.backends import Problem, backend_module
-from tetrad.ops.checked import check_rows, check_tables
+from tetrad.ops.checked import check_rows, check_tables, checked
 from tetrad.ops.indexer_logits.packed import packed_query, scale_bytes
 from tetrad.ops.plan_indexer import IndexerPlan
 from tetrad.ops.plan_indexer.stale import check_plan
@@ -88,9 +88,15 @@ def indexer_logits(
     if out is None:
         out = torch.empty((q.shape[0], width), dtype=torch.float32, device=q.device)
     backend = backend_module("indexer_logits", q.device, Problem(str(layout.dtype), layout.head_dim, q.shape[1]))
-    backend.indexer_logits(
-        q, q_scale, weights, cache, block_tables, row_request, visible_end, out, layout=layout, plan=plan
-    )
+    try:
+        backend.indexer_logits(
+            q, q_scale, weights, cache, block_tables, row_request, visible_end, out, layout=layout, plan=plan
+        )
+    except IndexError:
+        # a CPU notices what a GPU would not: say which row it was
+        with checked():
+            _check_values(cache, block_tables, row_request, visible_end, width, plan, layout)
+        raise
     return out
 
 
@@ -152,8 +158,21 @@ def check_indexer_arguments(
         check_tensor("plan", plan.buffer, torch.int32, (None, 4), "slots, 4", device)
     if out is not None:
         check_output("out", out, torch.float32, rows, width, "rows, width", device)
+    _check_values(cache, block_tables, row_request, visible_end, width, plan, layout)
+    return q, q_scale, cache, layout
+
+
+def _check_values(
+    cache: Tensor,
+    block_tables: Tensor,
+    row_request: Tensor,
+    visible_end: Tensor,
+    width: int,
+    plan: IndexerPlan | None,
+    layout: IndexLayout,
+) -> None:
+    """What is the caller's duty; only inside of :func:`tetrad.ops.checked`."""
     check_rows(row_request, visible_end, width)
     check_tables(block_tables, row_request, visible_end, pages=cache.shape[0], entries=layout.entries)
     if plan is not None:
         check_plan(plan, row_request, visible_end)
-    return q, q_scale, cache, layout
