@@ -254,9 +254,12 @@ def check_layout(layout: object, kind: type[IndexLayout] | type[KVLayout] | None
     """
     if isinstance(layout, kind or PageLayout):
         return
-    wanted = "an IndexLayout or a KVLayout" if kind is None else f"a {kind.__name__}".replace("a I", "an I")
-    example = 'KVLayout("fp8", 64, 448, 64)' if kind is KVLayout else 'IndexLayout("fp4", 128)'
-    raise TypeError(f"layout must be {wanted}, such as {example}; got {described(layout)}")
+    wanted = {
+        IndexLayout: 'an IndexLayout, such as IndexLayout("fp4", 128)',
+        KVLayout: 'a KVLayout, such as KVLayout("fp8", 64, 448, 64)',
+    }
+    wish = wanted[kind] if kind else " or ".join(wanted.values())
+    raise TypeError(f"layout must be {wish}; got {described(layout)}")
 
 
 def data_rows(pages: Tensor, layout: PageLayout) -> Tensor:

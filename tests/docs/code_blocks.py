@@ -20,6 +20,7 @@ DOCUMENTS = tuple(
 )
 
 _FENCE = re.compile(r"^( *)(`{3,})([^\n`]*)\n(.*?)^\1\2 *$", re.DOTALL | re.MULTILINE)
+_INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?: {4}[^\n]*\n|\n(?= {4}))+")
 _SPOKEN_TO_THE_SHELL = ("|", "||", "&&", ";", ">", ">>", "2>", "<", "&")
 
@@ -67,6 +68,12 @@ def blocks_of(document: str, text: str | None = None) -> list[Block]:
         line = rest.count("\n", 0, match.start()) + 1
         found.append(Block(document, line, "", textwrap.dedent(match[0]), fenced=False))
     return sorted(found, key=lambda block: block.line)
+
+
+def inline_code(document: str) -> list[str]:
+    """What stands between single backticks, fenced blocks left out; a line break in it is a space."""
+    text = _FENCE.sub("", (ROOT / document).read_text(encoding="utf-8"))
+    return [" ".join(span.split()) for span in _INLINE.findall(text)]
 
 
 def commands_of(block: Block) -> list[Command]:

@@ -6,18 +6,20 @@
   ``prompts.jsonl``. What ``PARSED_ONLY`` lists is only read. So is a command with another placeholder in capitals. Of
   other programs what a file can tell is checked: targets of ``make``, extras of ``pip``, flags of a script.
 * ``json`` is parsed. ``text`` is not code.
+* In the running text, ``tetrad ...`` between backticks must name commands and flags that there are.
 
 A block that fits none of these fails: name its language, or add it to a table below with the reason.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import tomllib
 
 import pytest
-from tests.docs.code_blocks import DOCUMENTS, ROOT, Block, Command, blocks_of, commands_of
+from tests.docs.code_blocks import DOCUMENTS, ROOT, Block, Command, blocks_of, commands_of, inline_code
 
 from tetrad.cli.main import build_parser, main
 
@@ -25,7 +27,6 @@ PARSED_ONLY = {
     "tetrad bench": "measures: minutes on a GPU, and figures of a busy machine are none",
     "tetrad eval": "minutes on a CPU",
     "tetrad demo": "minutes on a busy CPU",
-    "tetrad serve": "does not end by itself",
 }
 """What begins like this is read, not run."""
 
@@ -168,6 +169,36 @@ def test_json():
             except json.JSONDecodeError:
                 for line in block.text.splitlines():
                     json.loads(line)
+
+
+# ---- in the running text ------------------------------------------------------------------------------------------
+
+SPOKEN_OF = [
+    (document, span.split())
+    for document in DOCUMENTS
+    if document != "docs/log.md"  # it speaks of what was
+    for span in inline_code(document)
+    if span.startswith("tetrad ")
+]
+
+
+@pytest.mark.parametrize(("document", "words"), SPOKEN_OF, ids=lambda value: " ".join(value)[:60])
+def test_flags_in_the_text(document, words):
+    """A sentence may leave arguments out, but its commands and flags must be there."""
+    parser: argparse.ArgumentParser = build_parser()
+    for word in words[1:]:
+        choices = subcommands(parser)
+        if choices and not word.startswith("-"):
+            assert word in choices, f"{document}: there is no command {word!r}; there are {', '.join(choices)}"
+            parser = choices[word]
+        elif word.startswith("--"):
+            flag = word.split("=")[0]
+            assert flag in parser._option_string_actions, f"{document}: {parser.prog} has no flag {flag}"
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(next(found, {}))
 
 
 # ---- the reading itself -------------------------------------------------------------------------------------------

@@ -51,6 +51,9 @@ def index_topk(
     :raises ValueError: for a wrong shape, stride, device, width, k or budget, or a plan for other sizes
     :raises TypeError: for a wrong type or dtype
 
+    It can be captured into a CUDA graph after one call outside of the capture, which compiles its kernels: give it
+    ``out`` and a ``plan`` that the graph makes anew (``plan_indexer(..., out=plan)``), and change tensors in place.
+
     The other arguments are those of :func:`tetrad.ops.indexer_logits`. :func:`tetrad.ops.physical_slots` turns the
     chosen entries into slots of the cache.
     """

@@ -25,7 +25,9 @@ def plan_indexer(
 
     Row r gets ceil(blocks[r] / s) units of s blocks, its last one what is left; rows follow each other in order.
     Padding rows and rows that see nothing get none. Every visible block is in exactly one unit, and a plan has at
-    least as many slots as rows, so that none is ever dropped. Nothing is synchronised.
+    least as many slots as rows, so that none is ever dropped. Nothing is synchronised. A step that is captured into a
+    CUDA graph makes its plan inside of the graph, with the plan of an earlier call as ``out``: a plan of other visible
+    ends leaves entries out.
 
     :param row_request: int32 [R], the request of each row, -1 for padding
     :param visible_end: int32 [R], the entries that each row sees. None may exceed ``width``, which is the caller's
