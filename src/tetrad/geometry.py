@@ -10,7 +10,7 @@ after them, so that a page can be copied as one run of bytes. All addresses are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
@@ -94,7 +94,13 @@ def ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
-@dataclass(frozen=True, slots=True)
+def _set_fields(layout: object, **values: object) -> None:
+    """What an ``__init__`` of a frozen dataclass does for itself."""
+    for name, value in values.items():
+        object.__setattr__(layout, name, value)
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class IndexLayout:
     """One page of the index cache: 64 keys of ``head_dim`` channels, and whether those are rotated.
 
@@ -120,10 +126,10 @@ class IndexLayout:
 
     dtype: IndexDtype
     head_dim: int
-    hadamard: bool = field(default=True, kw_only=True)
+    hadamard: bool
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", IndexDtype(self.dtype))
+    def __init__(self, dtype: IndexDtype | str | torch.dtype, head_dim: int, *, hadamard: bool = True) -> None:
+        _set_fields(self, dtype=IndexDtype(dtype), head_dim=head_dim, hadamard=hadamard)
         check_whole("head_dim", self.head_dim, 1, error=ConfigError)
         if not isinstance(self.hadamard, bool):
             raise TypeError(f"hadamard must be True or False; got {described(self.hadamard)}")
@@ -165,7 +171,7 @@ class IndexLayout:
         return self.entries * (self.data_row_bytes + self.scale_row_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class KVLayout:
     """One page of ``entries`` main KV entries (window or compressed).
 
@@ -186,10 +192,18 @@ class KVLayout:
     entries: int
     nope_dim: int
     rope_dim: int
-    rope_dtype: torch.dtype = torch.bfloat16
+    rope_dtype: torch.dtype
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", KVDtype(self.dtype))
+    def __init__(
+        self,
+        dtype: KVDtype | str | torch.dtype,
+        entries: int,
+        nope_dim: int,
+        rope_dim: int,
+        rope_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        numbers = {"entries": entries, "nope_dim": nope_dim, "rope_dim": rope_dim}
+        _set_fields(self, dtype=KVDtype(dtype), rope_dtype=rope_dtype, **numbers)
         for name, least in (("entries", 1), ("nope_dim", 0), ("rope_dim", 0)):
             check_whole(name, getattr(self, name), least, error=ConfigError)
         if not self.head_dim:
