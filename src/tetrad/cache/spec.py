@@ -23,7 +23,10 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """The caches of one model. ``layer_ratios``: 0 window only, 4 CSA, any other HCA; dims in channels."""
+    """The caches of one model. ``layer_ratios``: 0 window only, 4 CSA, any other HCA; dims in channels.
+
+    ``index_hadamard``: whether index keys, and with them index queries, are rotated (:class:`IndexLayout`).
+    """
 
     layer_ratios: tuple[int, ...]
     head_dim: int
@@ -33,6 +36,7 @@ class CacheSpec:
     kv_dtype: KVDtype
     index_dtype: IndexDtype
     compute_dtype: torch.dtype
+    index_hadamard: bool = True
 
     @property
     def csa_layers(self) -> int:
@@ -64,7 +68,7 @@ class CacheSpec:
     @property
     def index_layout(self) -> IndexLayout:
         """A page of 64 index keys."""
-        return IndexLayout(self.index_dtype, self.index_head_dim)
+        return IndexLayout(self.index_dtype, self.index_head_dim, hadamard=self.index_hadamard)
 
     def state_width(self, ratio: int, dim: int) -> int:
         """fp32 channels that a compressor keeps per token, for u and for g each."""

@@ -118,6 +118,7 @@ class EngineConfig:
             kv_dtype=self.kv_cache_dtype,
             index_dtype=IndexDtype(self.index_cache_dtype.dtype),
             compute_dtype=self.dtype,
+            index_hadamard=self.args.index_hadamard,
         )
 
     @property

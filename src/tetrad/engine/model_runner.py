@@ -61,7 +61,7 @@ class ModelRunner:
                     config.model,
                     config.dtype,
                     quant=config.activation_quant,
-                    indexer_options=IndexerOptions(config.logits_budget_bytes, config.args.index_hadamard),
+                    indexer_options=IndexerOptions(config.logits_budget_bytes),
                 )
             if config.args.load_format == "dummy":
                 fill_dummy(model, config.model, config.args.seed or 0)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tetrad.geometry import KVLayout
-from tetrad.ops.arguments import check_pages, check_tensor
+from tetrad.geometry import KVLayout, check_layout
+from tetrad.ops.arguments import check_compute_dtype, check_pages, check_tensor
 from tetrad.ops.backends import Problem, backend_module
+from tetrad.ops.checked import check_slots
 from tetrad.torch_settings import without_autocast
 
 __all__ = ["read_kv_entries", "write_kv_entries"]
@@ -35,9 +36,11 @@ def write_kv_entries(values: Tensor, pages: Tensor, slots: Tensor, layout: KVLay
     :raises TypeError: for a wrong dtype
     :raises IndexError: if a slot lies behind the last page
     """
+    check_layout(layout, KVLayout)
     check_tensor("values", values, _COMPUTE_DTYPES, (None, layout.head_dim), "entries, channels")
     check_tensor("slots", slots, torch.int64, (values.shape[0],), "entries", values.device)
     check_pages("pages", pages, layout.page_bytes, f"KV entries in {layout.dtype}", values.device, aligned=False)
+    check_slots("slots", slots, pages.shape[0] * layout.entries, distinct=True)
     backend = backend_module("kv_entries", values.device, Problem(str(layout.dtype), layout.head_dim))
     backend.write_kv_entries(values, pages, slots, layout)
 
@@ -53,9 +56,10 @@ def read_kv_entries(pages: Tensor, slots: Tensor, layout: KVLayout, dtype: torch
     :raises TypeError: for a wrong dtype
     :raises IndexError: if a slot lies behind the last page
     """
+    check_layout(layout, KVLayout)
     check_pages("pages", pages, layout.page_bytes, f"KV entries in {layout.dtype}", aligned=False)
-    check_tensor("slots", slots, torch.int64, [None] * slots.dim(), "any shape", pages.device, strided=True)
-    if dtype not in _COMPUTE_DTYPES:
-        raise TypeError(f"dtype must be float32 or bfloat16; got {dtype}")
+    check_tensor("slots", slots, torch.int64, None, "any shape", pages.device, strided=True)
+    check_compute_dtype(dtype)
+    check_slots("slots", slots, pages.shape[0] * layout.entries)
     backend = backend_module("kv_entries", pages.device, Problem(str(layout.dtype), layout.head_dim))
     return backend.read_kv_entries(pages, slots, layout, dtype)
