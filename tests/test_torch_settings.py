@@ -190,7 +190,7 @@ def computed(given: dict[str, torch.Tensor], index_dtype: IndexDtype) -> dict[st
     layout = IndexLayout(index_dtype, 64)
     pages = given["keys"].new_zeros((5, layout.page_bytes), dtype=torch.uint8)
     write_index_keys(given["keys"], pages, given["slots"], layout)
-    q, scale = quantize_index_query(given["query"], given["cos"], given["sin"], index_dtype)
+    q, scale = quantize_index_query(given["query"], given["cos"], given["sin"], layout)
     chosen = index_topk(
         q, scale, given["weights"], pages, given["table"], given["request"], given["end"], 20, width=299
     )

@@ -93,7 +93,9 @@ def check_tables(block_tables: Tensor, row_request: Tensor, visible_end: Tensor,
     if not rows.numel():
         return
     ids = block_tables[row_request[rows].long()]
-    read = torch.arange(blocks, device=ids.device) < ((visible_end[rows] + entries - 1) // entries).unsqueeze(1)
+    read = torch.arange(blocks, dtype=torch.int32, device=ids.device) < (
+        (visible_end[rows] + entries - 1) // entries
+    ).unsqueeze(1)
     wrong = (read & ((ids < 0) | (ids >= pages))).nonzero()
     if wrong.numel():
         place, block = wrong[0].tolist()
