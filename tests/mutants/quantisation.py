@@ -52,8 +52,8 @@ MUTANTS = (
     ),
     mutant(
         "Hadamard on neither",
-        *(KEYS, "rotate(keys) if hadamard else keys", "keys"),
-        *(KEYS, "rotate(q) if hadamard else q", "q"),
+        *(KEYS, "rotate(keys) if layout.hadamard else keys", "keys"),
+        *(KEYS, "rotate(q) if layout.hadamard else q", "q"),
         test="tests/ops/test_index_keys.py::test_query_equals_the_formula",
     ),
     mutant(
