@@ -113,7 +113,10 @@ def threads(request):
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", NAMED)
 def test_shapes_that_once_differed(name):
-    """Attention did not pad its products to whole cache lines, and small bf16 products changed libraries with rows."""
+    """Attention did not pad its products to whole cache lines, and small bf16 products changed libraries with rows.
+
+    The second is rare with random weights; ``test_small_products`` shows it every time.
+    """
     dtype, shapes = NAMED[name]
     found = differing_rows(config_of(shapes), dtype, "fp8", _index_dtype(shapes, dtype))
     assert not found, f"rows differ: {found}"
