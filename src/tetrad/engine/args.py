@@ -41,8 +41,8 @@ class EngineArgs:
     device: str = _option("auto", "auto (cuda where there is one), cpu, cuda or cuda:N")
     cpu_threads: int | str = _option(
         "auto",
-        "threads of a step on a CPU; auto is OMP_NUM_THREADS where it is set, else 1 for a small model, all cores for "
-        "a large one",
+        "torch's threads while a step runs on a CPU; auto leaves a number that OMP_NUM_THREADS or "
+        "torch.set_num_threads gave, else takes 1 for a small model and all cores for a large one",
         metavar="N",
     )
     dtype: str = _option(
