@@ -219,8 +219,8 @@ def _check_exists(model: str | Path) -> None:
     near = difflib.get_close_matches(str(model).lower().rpartition("/")[2], names, n=1)
     hint = f", did you mean {near[0]}?" if near else "."
     raise ConfigError(
-        f"cannot read the model configuration {model}: there is no such folder{hint} Give the folder of a checkpoint, since nothing is "
-        f"downloaded; names of this package are {', '.join(names)}"
+        f"cannot read the model configuration {model}: there is no such folder{hint} Give the folder of a checkpoint, "
+        f"since nothing is downloaded; names of this package are {', '.join(names)}"
     )
 
 
