@@ -378,6 +378,26 @@ def test_devices(folder, monkeypatch):
             EngineConfig.resolve(EngineArgs(model=str(folder), device=name))
 
 
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("deepseek-v4-flsh", "there is no such folder, did you mean deepseek-v4-flash?"),
+        ("deepseek-ai/DeepSeek-V4-Flash-Base", "there is no such folder, did you mean deepseek-v4-flash?"),
+        ("bundle", "there is no such folder, did you mean bundled?"),
+        (
+            "meta/other",
+            "there is no such folder. Give the folder of a checkpoint, since nothing is downloaded; names of",
+        ),
+    ],
+)
+def test_a_model_that_is_not_here(model, text):
+    """A name of the model hub was called a missing folder, without a word on what can be named."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.resolve(EngineArgs(model=model, device="cpu"))
+    assert text in str(caught.value)
+    assert "names of this package are bundled, deepseek-v4-flash, deepseek-v4-pro" in str(caught.value)
+
+
 def test_every_option_is_in_the_help():
     """Each field carries the text of its flag."""
     for field in dataclasses.fields(EngineArgs):
