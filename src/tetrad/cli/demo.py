@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tetrad import bundled
 from tetrad.cache.spec import CacheSpec, format_bytes
+from tetrad.cli.progress import Progress
+from tetrad.cli.streams import say
 from tetrad.engine.args import EngineArgs
 from tetrad.engine.config import parse_tokens
 from tetrad.engine.llm_engine import LLMEngine
@@ -68,9 +70,11 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
             max_num_seqs=8,
         )
     )
-    print(f"a document of {tokens} tokens (bytes), which begins:\n  {document.text[:150]}...\n")
+    # at once, also into a pipe: the rest takes a while
+    print(f"a document of {tokens} tokens (bytes), which begins:\n  {document.text[:150]}...\n", flush=True)
     start = time.monotonic()
-    asked, logits = _ask(engine, document)
+    with Progress(lambda: f"reading and answering: {engine.computed_tokens:,} tokens, the document has {tokens:,}"):
+        asked, logits = _ask(engine, document)
     seconds = time.monotonic() - start
     for item in asked:
         _show_answer(document, item)
@@ -78,6 +82,7 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     read = tokens + sum(len(item.question.prompt) for item in asked)
     print(f"{read} tokens read and {written} written in {seconds:.1f} s: {(read + written) / seconds:.0f} tokens/s")
     _show_caches(engine.config.cache_spec, tokens)
+    sys.stdout.flush()
     return _prove(engine, asked[0], logits)
 
 
@@ -176,11 +181,13 @@ def _prove(engine: LLMEngine, item: Asked, decoded: Tensor) -> int:
 
     handle = engine.runner.model.register_forward_hook(keep)
     engine.add_request(ids, SamplingParams(max_tokens=1, temperature=0.0))
-    while engine.has_unfinished_requests:
-        engine.step()
+    before = engine.computed_tokens
+    with Progress(lambda: f"computing it again: {engine.computed_tokens - before:,} of {len(ids):,} tokens"):
+        while engine.has_unfinished_requests:
+            engine.step()
     handle.remove()
     if torch.equal(again, decoded):
         print(f"\nthe last decode step again, as one prefill of {len(ids)} tokens: logits equal bit by bit")
         return 0
-    print(f"\nthe last decode step again, as one prefill of {len(ids)} tokens: logits DIFFER", file=sys.stderr)
+    say(f"\nthe last decode step again, as one prefill of {len(ids)} tokens: logits DIFFER")
     return 1

@@ -54,6 +54,8 @@ class LLMEngine:
         )
         self.sampler = Sampler(config.model.vocab_size, sorted(self.eos_token_ids), self.tokenizer)
         self.requests: dict[str, Request] = {}
+        self.computed_tokens = 0
+        """Tokens that all steps so far have read or continued, what was computed twice counted twice."""
         self._counter = itertools.count()
         self._seeds = random.Random(config.args.seed) if config.args.seed is not None else None
 
@@ -186,6 +188,7 @@ class LLMEngine:
             return []
         logits = self.runner.execute(batch)
         self.scheduler.advance(batch)
+        self.computed_tokens += sum(item.count for item in batch.scheduled)
         sampling = [item.sequence for item in batch.scheduled if item.samples]
         tokens = self.sampler.sample(logits, [sequence.sampling_row for sequence in sampling])
         touched = self._commit(sampling, tokens)
