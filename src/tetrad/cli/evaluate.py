@@ -10,6 +10,7 @@ from typing import Any
 from tetrad import bundled
 from tetrad.cli.flags import Parser, add_engine_flags, engine_args
 from tetrad.cli.progress import Progress
+from tetrad.cli.signals import INTERRUPTED
 from tetrad.cli.streams import say
 from tetrad.engine.config import parse_tokens
 from tetrad.errors import ConfigError
@@ -62,6 +63,8 @@ def run_recall_command(parser: argparse.ArgumentParser, parsed: argparse.Namespa
     )
     if parsed.png:
         report.require_matplotlib()  # known before the measurement, not after it
+        if not parsed.png.absolute().parent.is_dir():
+            raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
     progress = RecallProgress()
     with Progress(lambda: _state(progress)):
         result = run_recall(engine_args(parser, parsed), settings, progress=progress)
@@ -74,7 +77,10 @@ def run_recall_command(parser: argparse.ArgumentParser, parsed: argparse.Namespa
         say(f"wrote {parsed.png}")
     if result.interrupted:
         say(f"tetrad: interrupted after {len(result.answers)} answers; the report is of these")
-        return 130
+        return INTERRUPTED
+    if result.died:
+        say(f"tetrad: error: {result.died}; the report is of the {len(result.answers)} answers before it")
+        return 1
     return 0
 
 

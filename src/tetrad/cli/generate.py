@@ -17,7 +17,7 @@ from tetrad.cli.flags import add_engine_flags, engine_args, json_object
 from tetrad.cli.progress import Progress
 from tetrad.cli.prompts import Item, items_of_lines, text_of
 from tetrad.cli.results import Text, opened, write_json
-from tetrad.cli.streams import is_terminal, read_bytes, require_output, say
+from tetrad.cli.streams import is_terminal, name_of, read_bytes, require_output, say
 from tetrad.engine.args import EngineArgs
 from tetrad.engine.llm_engine import LLMEngine
 from tetrad.engine.sampling_params import SamplingParams
@@ -163,8 +163,8 @@ def _report(items: list[Item], *, as_json: bool) -> None:
         reason = failed[0].error or ""
         if len(reason) > _LONGEST_REASON:
             reason = reason[:_LONGEST_REASON] + "..."
-        verb = "the first" if len(failed) > 1 else "it"
-        say(f"tetrad: error: {len(failed)} of {len(items)} prompts failed; {verb}: {reason}")
+        first = "; the first" if len(failed) > 1 else ""
+        say(f"tetrad: error: {len(failed)} of {len(items)} prompts failed{first}: {reason}")
 
 
 def _sampling(parsed: argparse.Namespace) -> SamplingParams:
@@ -202,5 +202,5 @@ def _items(
             yield Item(str(number), prompt, defaults)
     else:
         path = parsed.prompt_file or Path("-")
-        if text := text_of(read_bytes(path), path):
+        if text := text_of(read_bytes(path), name_of(path)):
             yield Item("0", text, defaults)

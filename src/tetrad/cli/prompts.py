@@ -37,7 +37,7 @@ class Item:
 
     Attributes:
         name: the request_id of its result, an int where the line has an int.
-        line: its line in a file of JSON lines, from 1; None for other prompts.
+        line: its line in a file of JSON lines, from 1, and ``digest`` a hash of it; None for other prompts.
         custom_id: of a line of an OpenAI batch.
     """
 
@@ -45,6 +45,7 @@ class Item:
     prompt: Any = None  # whatever the line holds; the engine checks it
     params: SamplingParams = SamplingParams()
     line: int | None = None
+    digest: str | None = None
     custom_id: str | int | None = None
     error: str | None = None
 
@@ -55,7 +56,8 @@ class Item:
     def key(self, settings: str) -> str:
         """What a result depends on, as hex digits. ``settings``: the same for the model and its options."""
         params = dataclasses.asdict(self.params)
-        text = json.dumps([settings, self.name, self.line, self.prompt, params], sort_keys=True, default=str)
+        prompt = self.digest or self.prompt
+        text = json.dumps([settings, self.name, self.line, prompt, params], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -81,7 +83,7 @@ def items_of_lines(data: bytes, defaults: SamplingParams, seed: int | None) -> I
     for number, line in enumerate(data.removeprefix(_BOM).split(b"\n"), start=1):
         if not line.strip():
             continue
-        item = Item(f"line {number}", line=number)
+        item = Item(f"line {number}", line=number, digest=hashlib.sha256(line).hexdigest())
         try:
             _fill(item, line.decode("utf-8"), defaults)
         except UnicodeDecodeError as error:
@@ -109,12 +111,13 @@ def _fill(item: Item, line: str, defaults: SamplingParams) -> None:
     item.custom_id = _identifier(record, "custom_id")
     for chosen in (item.custom_id, name):
         item.name = item.name if chosen is None else chosen
+    known = (*_PROMPTS, "request_id", "custom_id")
     if "body" in record:
-        record = _body(record)
+        record, known = _body(record), ("prompt", *_NEUTRAL, *_UNREAD)
     elif not any(key in record for key in _PROMPTS):
         raise RequestError(f"{_FORMS}; this one has {', '.join(map(repr, record)) or 'no keys'}")
     item.prompt = _prompt(record)
-    _refuse_unknown(record, (*_PROMPTS, "request_id", "custom_id", *sorted(_SAMPLING)))
+    _refuse_unknown(record, (*known, *sorted(_SAMPLING)))
     item.params = dataclasses.replace(defaults, **record)
 
 
@@ -134,6 +137,10 @@ def _prompt(record: dict[str, Any]) -> Any:
     prompt = record.pop(given[0])
     if given == ["prompt_token_ids"] and not isinstance(prompt, list):
         raise RequestError(f"prompt_token_ids is a list of token ids, not {type(prompt).__name__}")
+    if isinstance(prompt, dict):
+        raise RequestError("a prompt is text or a list of token ids, not an object")
+    if isinstance(prompt, list) and any(isinstance(part, (str, list, dict)) for part in prompt):
+        raise RequestError("a prompt is text or a list of token ids; write a line for each of several prompts")
     return prompt
 
 

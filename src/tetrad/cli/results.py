@@ -53,6 +53,7 @@ class OrderedStream:
         self._out, self._render = out, render
         self._waiting: dict[int, Record] = {}
         self._next = 0
+        self.written = 0
 
     def has(self, place: int) -> bool:
         return False
@@ -60,14 +61,17 @@ class OrderedStream:
     def add(self, place: int, record: Record) -> None:
         self._waiting[place] = record
         while self._next in self._waiting:
-            record = self._waiting.pop(self._next)
+            self._write(self._next)
             self._next += 1
-            self._render(self._out, record)
 
     def release(self) -> None:
         """Write what waits for a prompt that will have no result."""
         for place in sorted(self._waiting):
-            self._render(self._out, self._waiting.pop(place))
+            self._write(place)
+
+    def _write(self, place: int) -> None:
+        self._render(self._out, self._waiting.pop(place))
+        self.written += 1
 
 
 class PartialFile:
@@ -216,7 +220,7 @@ def opened(path: Path | None, keys: list[str], render: Render, *, restart: bool)
     """
     if path is None:
         require_output()
-        yield from _streamed(sys.stdout, render)
+        yield from _streamed(sys.stdout, len(keys), render)
         return
     is_file = path.is_file() or not path.exists()
     target = Path(os.path.realpath(path))
@@ -231,19 +235,20 @@ def opened(path: Path | None, keys: list[str], render: Render, *, restart: bool)
         yield from _collected(goal, target, len(keys), render)
     else:
         with goal:
-            yield from _streamed(goal, render)
+            yield from _streamed(goal, len(keys), render)
 
 
-def _streamed(out: TextIO, render: Render) -> Iterator[OrderedStream]:
+def _streamed(out: TextIO, total: int, render: Render) -> Iterator[OrderedStream]:
     stream = OrderedStream(out, render)
     try:
         yield stream
-    except BrokenPipeError:
-        raise
+    except OSError:
+        raise  # nothing more can be written
     except BaseException:
         stream.release()
+        if total > 1:
+            say(f"tetrad: {stream.written} of {total} results were written; with --output FILE a run can be taken up")
         raise
-    stream.release()
 
 
 def _collected(partial: PartialFile, target: Path, total: int, render: Render) -> Iterator[PartialFile]:

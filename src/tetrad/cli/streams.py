@@ -157,10 +157,15 @@ def read_bytes(path: Path) -> bytes:
     try:
         data = path.read_bytes() if str(path) != "-" else _read_input()
     except (OSError, ValueError) as error:
-        raise RequestError(f"cannot read {path}: {error}") from error
+        raise RequestError(f"cannot read {name_of(path)}: {error}") from error
     if data.startswith(_UTF16):
-        raise RequestError(f"cannot read {path}: it is UTF-16; convert it to UTF-8")
+        raise RequestError(f"cannot read {name_of(path)}: it is UTF-16; convert it to UTF-8")
     return data
+
+
+def name_of(path: Path) -> str:
+    """For messages."""
+    return "standard input" if str(path) == "-" else str(path)
 
 
 def _read_input() -> bytes:

@@ -92,13 +92,17 @@ class Answer:
 
 @dataclass(slots=True)
 class RecallResult:
-    """All answers, and what they were measured on. An interrupted measurement keeps the answers that it has."""
+    """All answers, and what they were measured on. A measurement that ends early keeps the answers that it has.
+
+    ``died``: the error that ended it, None where none did.
+    """
 
     settings: RecallSettings
     index_topk: int = 0
     device: str = ""
     answers: list[Answer] = field(default_factory=list)
     interrupted: bool = False
+    died: str | None = None
 
 
 @dataclass(slots=True)
@@ -134,7 +138,7 @@ class RecallProgress:
 def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: RecallProgress | None = None) -> RecallResult:
     """Ask every question under every variant: the same documents and questions for all.
 
-    An interrupt (Ctrl-C) ends the measurement with the answers so far, if there are any.
+    An interrupt (Ctrl-C) or an error ends the measurement with the answers so far, if there are any.
 
     args: the engine's options; index dtype, rotation, top-k and lengths are set here. The baseline runs first where it
     is among the variants, so that the others can be compared with what it chose. progress: kept up to date, for who
@@ -172,6 +176,10 @@ def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: RecallPr
         if not result.answers:
             raise
         result.interrupted = True
+    except Exception as error:  # whatever it is, an hour of answers is worth more
+        if not result.answers:
+            raise
+        result.died = f"{type(error).__name__}: {error}"
     return result
 
 
