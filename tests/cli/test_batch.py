@@ -147,10 +147,17 @@ def test_two_runs_do_not_write_the_same_file(tetrad, model, lines, monkeypatch):
     """Its results would be doubled."""
     arguments = ("generate", model, *FLAGS, "--input-jsonl", lines, "--output", lines.with_name("out.jsonl"))
     other: list[Any] = []
-    end_at_step(monkeypatch, 3, lambda: other.append(tetrad(*arguments)))
+    there: list[bool] = []
+
+    def start_another() -> None:
+        other.append(tetrad(*arguments))
+        there.append(lines.with_name("out.jsonl.partial").exists())
+
+    end_at_step(monkeypatch, 3, start_another)
     tetrad(*arguments)
     assert other[0].code == 1
     assert "another run writes" in other[0].err
+    assert there == [True], "the refused run removed the file of the other, which held nothing yet"
     assert len(outputs(lines.with_name("out.jsonl").read_text())) == 7
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tetrad.cli.prompts import Item, items_of_lines, text_of
 DEFAULTS = SamplingParams(temperature=0, max_tokens=5)
 
 
-def items(*lines: bytes | dict[str, object], seed: int | None = None) -> list[Item]:
+def items(*lines: bytes | dict[str, Any], seed: int | None = None) -> list[Item]:
     data = b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
     return list(items_of_lines(data, DEFAULTS, seed))
 

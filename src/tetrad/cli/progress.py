@@ -16,7 +16,8 @@ from typing import TextIO
 from tetrad.cli.streams import is_terminal
 
 TERMINAL_SECONDS = 0.5
-SILENT_SECONDS = 60.0
+SILENT_SECONDS = 50.0
+"""Less than a minute, so that none passes without a word."""
 _ERASE = "\r\x1b[K"
 
 

@@ -94,6 +94,10 @@ class PartialFile:
         self._file = self._open(target)
         try:
             _lock(self._file, self.path)
+        except BaseException:
+            self._file.close()  # and no more: it is another run's
+            raise
+        try:
             if restart:
                 self._file.truncate(0)
             self._read()

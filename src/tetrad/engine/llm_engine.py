@@ -54,8 +54,8 @@ class LLMEngine:
         )
         self.sampler = Sampler(config.model.vocab_size, sorted(self.eos_token_ids), self.tokenizer)
         self.requests: dict[str, Request] = {}
+        # tokens of all steps so far, for who shows progress; those of a preempted sequence count again
         self.computed_tokens = 0
-        """Tokens that all steps so far have read or continued, what was computed twice counted twice."""
         self._counter = itertools.count()
         self._seeds = random.Random(config.args.seed) if config.args.seed is not None else None
 
