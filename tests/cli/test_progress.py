@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
 
 from tests.engine.small import EOS, bytes_of, script
-from tetrad import EngineArgs, bundled
+from tetrad import EngineArgs, SamplingParams, bundled
 from tetrad.cli import generate, progress
 from tetrad.cli.main import main
 from tetrad.cli.progress import Progress, minutes
 from tetrad.engine.llm_engine import LLMEngine
+from tetrad.engine.token_meter import TokenMeter
 from tetrad.eval.recall import RecallProgress, RecallSettings, Variant, run_recall
 
 RUN = ("--load-dummy", "--device=cpu", "--max-model-len=128", "--max-num-seqs=2", "--kv-cache-memory-gb=0.5")
@@ -181,3 +184,28 @@ def test_recall_counts_tokens():
     assert tokens[0] > 0
     assert tokens == sorted(set(tokens))
     assert state.tokens == tokens[-1], "the tokens of an engine that is gone still count"
+
+
+def test_a_long_step_is_counted_layer_by_layer(model):
+    """A prompt of one step stood at 0 until all of it was read."""
+    engine = LLMEngine(EngineArgs(model=str(model), load_format="dummy", device="cpu", max_model_len=128))
+    meter, seen = TokenMeter(engine), []
+    for layer in engine.runner.model.layers:
+        layer.register_forward_hook(lambda *_: seen.append(meter.tokens))
+    engine.add_request(list(range(2, 37)), SamplingParams(max_tokens=2, ignore_eos=True))
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert seen == [35 // 3, 70 // 3, 35, 35, 35, 36]
+    assert meter.tokens == engine.computed_tokens == 36
+
+
+def test_the_meter_does_not_keep_the_engine(model):
+    """The next engine of a measurement needs its memory, at once and not when garbage is collected."""
+    engine = LLMEngine(EngineArgs(model=str(model), load_format="dummy", device="cpu", max_model_len=128))
+    meter, gone = TokenMeter(engine), weakref.ref(engine.runner.model)
+    gc.disable()
+    try:
+        del meter, engine
+        assert gone() is None
+    finally:
+        gc.enable()

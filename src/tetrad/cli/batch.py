@@ -12,6 +12,7 @@ from tetrad.cli.results import Record, Results
 from tetrad.cli.streams import write_line
 from tetrad.engine.llm_engine import LLMEngine
 from tetrad.engine.outputs import RequestOutput
+from tetrad.engine.token_meter import TokenMeter
 from tetrad.errors import RequestError
 
 
@@ -32,6 +33,10 @@ class Work:
     read: int = 0
     written: int = 0
     start: float = field(default_factory=time.monotonic)
+    _meter: TokenMeter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._meter = TokenMeter(self.engine)
 
     def begin(self, item: Item) -> str | None:
         """Queue a prompt. Returns the engine's name for it; None if it is refused, which the item then says."""
@@ -59,7 +64,7 @@ class Work:
 
     def state(self) -> str:
         """One line for the terminal."""
-        tokens = f"{self.engine.computed_tokens:,} of at most {self.limit:,} tokens"
+        tokens = f"{self._meter.tokens:,} of at most {self.limit:,} tokens"
         return tokens if self.prompts == 1 else f"{self.done} of {self.prompts} prompts done, {tokens}"
 
     def summary(self) -> str:

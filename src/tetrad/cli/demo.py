@@ -22,6 +22,7 @@ from tetrad.engine.llm_engine import LLMEngine
 from tetrad.engine.outputs import RequestOutput
 from tetrad.engine.sampling_params import SamplingParams
 from tetrad.engine.selection_recorder import SelectionRecorder
+from tetrad.engine.token_meter import TokenMeter
 from tetrad.errors import RequestError
 from tetrad.eval.documents import STOP, Document, Question, make_document
 from tetrad.geometry import CSA_RATIO, IndexDtype, IndexLayout
@@ -73,7 +74,8 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     # at once, also into a pipe: the rest takes a while
     print(f"a document of {tokens} tokens (bytes), which begins:\n  {document.text[:150]}...\n", flush=True)
     start = time.monotonic()
-    with Progress(lambda: f"reading and answering: {engine.computed_tokens:,} tokens, the document has {tokens:,}"):
+    meter = TokenMeter(engine)
+    with Progress(lambda: f"reading and answering: {meter.tokens:,} tokens, the document has {tokens:,}"):
         asked, logits = _ask(engine, document)
     seconds = time.monotonic() - start
     for item in asked:
@@ -83,7 +85,7 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     print(f"{read} tokens read and {written} written in {seconds:.1f} s: {(read + written) / seconds:.0f} tokens/s")
     _show_caches(engine.config.cache_spec, tokens)
     sys.stdout.flush()
-    return _prove(engine, asked[0], logits)
+    return _prove(engine, meter, asked[0], logits)
 
 
 def _ask(engine: LLMEngine, document: Document) -> tuple[list[Asked], Tensor]:
@@ -168,7 +170,7 @@ def _show_caches(spec: CacheSpec, tokens: int) -> None:
     print(f"  window and compressor states, whatever the length  {fixed}")
 
 
-def _prove(engine: LLMEngine, item: Asked, decoded: Tensor) -> int:
+def _prove(engine: LLMEngine, meter: TokenMeter, item: Asked, decoded: Tensor) -> int:
     """Compute the last token of the first answer again, from nothing, as one prefill; the logits must be equal."""
     result = item.output
     ids = result.prompt_token_ids + result.outputs[0].token_ids[:-1]
@@ -181,8 +183,8 @@ def _prove(engine: LLMEngine, item: Asked, decoded: Tensor) -> int:
 
     handle = engine.runner.model.register_forward_hook(keep)
     engine.add_request(ids, SamplingParams(max_tokens=1, temperature=0.0))
-    before = engine.computed_tokens
-    with Progress(lambda: f"computing it again: {engine.computed_tokens - before:,} of {len(ids):,} tokens"):
+    before = meter.tokens
+    with Progress(lambda: f"computing it again: {meter.tokens - before:,} of {len(ids):,} tokens"):
         while engine.has_unfinished_requests:
             engine.step()
     handle.remove()

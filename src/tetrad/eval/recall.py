@@ -17,6 +17,7 @@ from tetrad.engine.args import EngineArgs
 from tetrad.engine.llm_engine import LLMEngine
 from tetrad.engine.sampling_params import SamplingParams
 from tetrad.engine.selection_recorder import SelectionRecorder
+from tetrad.engine.token_meter import TokenMeter
 from tetrad.errors import ConfigError
 from tetrad.eval.documents import KINDS, STOP, Document, Question, make_document
 
@@ -117,22 +118,22 @@ class RecallProgress:
     questions: int = 0
     done: int = 0
     doing: str = "nothing yet"
-    _engine: LLMEngine | None = None
+    _meter: TokenMeter | None = None
     _earlier_tokens: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens that all engines have computed."""
-        engine = self._engine
-        return self._earlier_tokens + (engine.computed_tokens if engine is not None else 0)
+        meter = self._meter
+        return self._earlier_tokens + (meter.tokens if meter is not None else 0)
 
     def begin(self, engine: LLMEngine) -> None:
         """Count the tokens of this engine, in the place of the one before it."""
-        self._earlier_tokens, self._engine = self.tokens, engine
+        self._earlier_tokens, self._meter = self.tokens, TokenMeter(engine)
 
     def end(self) -> None:
         """Let go of the engine, so that its memory is free for the next one."""
-        self._earlier_tokens, self._engine = self.tokens, None
+        self._earlier_tokens, self._meter = self.tokens, None
 
 
 def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: RecallProgress | None = None) -> RecallResult:
