@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tetrad.cli import results
 from tetrad.cli.results import OrderedStream, PartialFile
 
 KEYS = ["one", "two", "three"]
@@ -78,6 +79,23 @@ def test_a_folder_in_the_way(tmp_path):
     (tmp_path / "out.partial").mkdir()
     with pytest.raises(ValueError, match=r"out\.partial: it is no ordinary file"):
         PartialFile(tmp_path / "out", KEYS, restart=True)
+
+
+def test_a_run_that_ends_while_the_next_begins(tmp_path, monkeypatch):
+    """It removes the file that the next one has opened, whose results would then be in no folder."""
+    lock, calls = results._lock, []
+
+    def late(file: Any, path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            path.unlink()
+        lock(file, path)
+
+    monkeypatch.setattr(results, "_lock", late)
+    partial = filled(tmp_path / "out")
+    assert len(calls) == 2
+    partial.close()
+    assert len(partial.path.read_bytes().splitlines()) == 3
 
 
 def test_results_in_the_order_of_the_prompts():

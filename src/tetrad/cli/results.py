@@ -93,11 +93,6 @@ class PartialFile:
         self._end = 0
         self._file = self._open(target)
         try:
-            _lock(self._file, self.path)
-        except BaseException:
-            self._file.close()  # and no more: it is another run's
-            raise
-        try:
             if restart:
                 self._file.truncate(0)
             self._read()
@@ -108,9 +103,19 @@ class PartialFile:
     def _open(self, target: Path) -> BinaryIO:
         if self.path.exists() and not self.path.is_file():
             raise ConfigError(f"cannot write {self.path}: it is no ordinary file; give --output another file")
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        _take_over(target, self.path, or_else=stat.S_IRUSR | stat.S_IWUSR)
-        return os.fdopen(descriptor, "r+b", buffering=0)
+        while True:
+            file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+            try:
+                _lock(file, self.path)
+                if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                    _take_over(target, self.path, or_else=stat.S_IRUSR | stat.S_IWUSR)
+                    return file
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                file.close()  # and no more: it is another run's
+                raise
+            file.close()  # a run that ended between the two calls took the file away
 
     def __len__(self) -> int:
         return len(self._spans)
