@@ -137,14 +137,41 @@ def test_a_file_and_standard_input_are_read_alike(model, monkeypatch, capsys, tm
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_descriptors_that_cannot_be_used(model, tmp_path):
-    """The next file that was opened took the place of a closed stream; and where standard error is on a full disk, the
-    interpreter ended with 120 after the results, because it could not write what was left."""
+    """The whole way, with real descriptors: two closed, and standard error on a full disk, for which the interpreter
+    ended with 120 after the results."""
     out = tmp_path / "out.txt"
     arguments = shlex.join([sys.executable, "-m", "tetrad.cli.main", "generate", str(model), *FLAGS, "--prompt=x"])
     script = f"{arguments} --output {shlex.quote(str(out))} <&- >&- 2>/dev/full"
-    assert subprocess.run(["sh", "-c", script], timeout=120).returncode == 0
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    assert subprocess.run(["sh", "-c", script], env=buffered, timeout=120).returncode == 0
     assert out.read_bytes().endswith(b"\n")
     assert os.listdir(tmp_path) == ["out.txt"]
+
+
+def test_closed_descriptors_are_filled(monkeypatch):
+    """The next file that was opened took the place of a closed stream, and got what C writes there."""
+    opened: list[str] = []
+
+    def status(descriptor: int) -> None:
+        if descriptor == 2:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(streams.os, "fstat", status)
+    monkeypatch.setattr(streams.os, "open", lambda path, flags: opened.append(path))
+    streams._fill_descriptors()
+    monkeypatch.undo()
+    assert opened == [os.devnull]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_what_a_stream_still_holds_is_thrown_away(tmp_path):
+    """The interpreter writes it as it ends, fails again, and ends with 120."""
+    with open("/dev/full", "w") as stream:
+        stream.write("x")
+        streams.discard(stream)
+    file = open(tmp_path / "f", "w")  # noqa: SIM115
+    file.close()
+    streams.discard(file)  # nothing to do, and no error
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
