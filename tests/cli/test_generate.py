@@ -162,7 +162,7 @@ def test_jsonl(tetrad, model, expected, tmp_path):
     run = tetrad("generate", model, *ENGINE, *GREEDY, "--input-jsonl", file)
     assert run.code == 0
     records = [json.loads(line) for line in run.out.splitlines()]
-    assert [record["request_id"] for record in records] == ["line 1", "mine", "7", "line 5"]
+    assert [record["request_id"] for record in records] == ["line 1", "mine", 7, "line 5"]
     wanted = [
         expected(PROMPT),
         expected(bytes_of("ab"), max_tokens=2),

@@ -313,4 +313,4 @@ def test_a_reader_that_leaves(released):
         result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120)
     finally:
         os.close(writer)
-    assert (result.returncode, result.stderr) == (1, b"")
+    assert (result.returncode, result.stderr) == (141, b"")

@@ -15,6 +15,8 @@ from tetrad.bench.device import resolve_device
 from tetrad.bench.measurement import run_bench
 from tetrad.bench.peers import contenders
 from tetrad.cli.flags import Parser
+from tetrad.cli.progress import Progress
+from tetrad.cli.streams import is_terminal
 from tetrad.errors import ConfigError
 from tetrad.geometry import IndexDtype
 
@@ -82,7 +84,8 @@ def run_indexer_command(parser: argparse.ArgumentParser, parsed: argparse.Namesp
     except ConfigError as error:
         print(f"tetrad: error: {error}", file=sys.stderr)
         return 2
-    result = run_bench(settings, device, everyone, progress=sys.stderr.isatty())
+    with Progress(lambda: "measuring", rewrite=False):
+        result = run_bench(settings, device, everyone, progress=is_terminal(sys.stderr))
     print(json.dumps(report.to_dict(result), indent=2) if parsed.json else report.table(result))
     if parsed.png:
         roofline.picture(result, parsed.png)

@@ -14,12 +14,15 @@ from torch import Tensor
 
 from tetrad import bundled
 from tetrad.cache.spec import CacheSpec, format_bytes
+from tetrad.cli.progress import Progress
+from tetrad.cli.streams import say
 from tetrad.engine.args import EngineArgs
 from tetrad.engine.config import parse_tokens
 from tetrad.engine.llm_engine import LLMEngine
 from tetrad.engine.outputs import RequestOutput
 from tetrad.engine.sampling_params import SamplingParams
 from tetrad.engine.selection_recorder import SelectionRecorder
+from tetrad.engine.token_meter import TokenMeter
 from tetrad.errors import RequestError
 from tetrad.eval.documents import STOP, Document, Question, make_document
 from tetrad.geometry import CSA_RATIO, IndexDtype, IndexLayout
@@ -68,9 +71,12 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
             max_num_seqs=8,
         )
     )
-    print(f"a document of {tokens} tokens (bytes), which begins:\n  {document.text[:150]}...\n")
+    # at once, also into a pipe: the rest takes a while
+    print(f"a document of {tokens} tokens (bytes), which begins:\n  {document.text[:150]}...\n", flush=True)
     start = time.monotonic()
-    asked, logits = _ask(engine, document)
+    meter = TokenMeter(engine)
+    with Progress(lambda: f"reading and answering: {meter.tokens:,} tokens, the document has {tokens:,}"):
+        asked, logits = _ask(engine, document)
     seconds = time.monotonic() - start
     for item in asked:
         _show_answer(document, item)
@@ -78,7 +84,8 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     read = tokens + sum(len(item.question.prompt) for item in asked)
     print(f"{read} tokens read and {written} written in {seconds:.1f} s: {(read + written) / seconds:.0f} tokens/s")
     _show_caches(engine.config.cache_spec, tokens)
-    return _prove(engine, asked[0], logits)
+    sys.stdout.flush()
+    return _prove(engine, meter, asked[0], logits)
 
 
 def _ask(engine: LLMEngine, document: Document) -> tuple[list[Asked], Tensor]:
@@ -163,7 +170,7 @@ def _show_caches(spec: CacheSpec, tokens: int) -> None:
     print(f"  window and compressor states, whatever the length  {fixed}")
 
 
-def _prove(engine: LLMEngine, item: Asked, decoded: Tensor) -> int:
+def _prove(engine: LLMEngine, meter: TokenMeter, item: Asked, decoded: Tensor) -> int:
     """Compute the last token of the first answer again, from nothing, as one prefill; the logits must be equal."""
     result = item.output
     ids = result.prompt_token_ids + result.outputs[0].token_ids[:-1]
@@ -176,11 +183,13 @@ def _prove(engine: LLMEngine, item: Asked, decoded: Tensor) -> int:
 
     handle = engine.runner.model.register_forward_hook(keep)
     engine.add_request(ids, SamplingParams(max_tokens=1, temperature=0.0))
-    while engine.has_unfinished_requests:
-        engine.step()
+    before = meter.tokens
+    with Progress(lambda: f"computing it again: {meter.tokens - before:,} of {len(ids):,} tokens"):
+        while engine.has_unfinished_requests:
+            engine.step()
     handle.remove()
     if torch.equal(again, decoded):
         print(f"\nthe last decode step again, as one prefill of {len(ids)} tokens: logits equal bit by bit")
         return 0
-    print(f"\nthe last decode step again, as one prefill of {len(ids)} tokens: logits DIFFER", file=sys.stderr)
+    say(f"\nthe last decode step again, as one prefill of {len(ids)} tokens: logits DIFFER")
     return 1

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from tetrad import bundled
 from tetrad.cli.flags import Parser, add_engine_flags, engine_args
+from tetrad.cli.progress import Progress
+from tetrad.cli.signals import INTERRUPTED
+from tetrad.cli.streams import say
 from tetrad.engine.config import parse_tokens
 from tetrad.errors import ConfigError
 from tetrad.eval import report
-from tetrad.eval.recall import RecallSettings, Variant, run_recall
+from tetrad.eval.recall import RecallProgress, RecallSettings, Variant, run_recall
 
 
 def add_command(commands: Any) -> None:
@@ -61,15 +63,26 @@ def run_recall_command(parser: argparse.ArgumentParser, parsed: argparse.Namespa
     )
     if parsed.png:
         report.require_matplotlib()  # known before the measurement, not after it
-    result = run_recall(engine_args(parser, parsed), settings, progress=sys.stderr.isatty())
+        if not parsed.png.absolute().parent.is_dir():
+            raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
+    progress = RecallProgress()
+    with Progress(lambda: _state(progress)):
+        result = run_recall(engine_args(parser, parsed), settings, progress=progress)
     if parsed.json:
         print(json.dumps(report.to_dict(result, answers=parsed.answers), indent=2))
     else:
         print(report.table(result))
     if parsed.png:
         report.picture(result, parsed.png)
-        print(f"wrote {parsed.png}", file=sys.stderr)
+        say(f"wrote {parsed.png}")
     if result.interrupted:
-        print(f"tetrad: interrupted after {len(result.answers)} answers; these are what there is", file=sys.stderr)
-        return 130
+        say(f"tetrad: interrupted after {len(result.answers)} answers; the report is of these")
+        return INTERRUPTED
+    if result.died:
+        say(f"tetrad: error: {result.died}; the report is of the {len(result.answers)} answers before it")
+        return 1
     return 0
+
+
+def _state(progress: RecallProgress) -> str:
+    return f"{progress.doing}, {progress.done} of {progress.questions} questions answered, {progress.tokens:,} tokens"

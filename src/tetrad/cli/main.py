@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 
 from tetrad import __version__
-from tetrad.cli import bench, demo, evaluate, generate, inspect
+from tetrad.cli import bench, demo, evaluate, generate, inspect, signals, streams
 from tetrad.cli.flags import Parser
 from tetrad.errors import TetradError
 
@@ -27,29 +26,34 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit codes: 0 done, 1 something could not be served, 2 wrong flags, 130 interrupted."""
+    """Run one command.
+
+    Exit codes: 0 done, 1 something could not be served, 2 wrong flags, 130 interrupted, 143 ended by SIGTERM, 141 the
+    reader of standard output left.
+    """
+    with streams.guarded(), signals.caught() as signal:
+        return signal.exit_code(_run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
-    arguments = sys.argv[1:] if argv is None else argv
     parsed = build_parser().parse_args(arguments)
     if getattr(parsed, "verbose", False):
         logging.getLogger("tetrad").setLevel(logging.INFO)
     try:
+        if getattr(parsed, "output", None) is None:
+            streams.require_output()
         code = parsed.run(parsed.parser, parsed)
         sys.stdout.flush()  # here, where a reader that left is an error that can be caught
         return code
-    except TetradError as error:
-        print(f"tetrad: error: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:
-        # the reader of our output left; what is still buffered goes nowhere, without a second complaint at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
-        print(f"tetrad: error: {error}", file=sys.stderr)
+        return streams.READER_LEFT
+    except (TetradError, OSError) as error:
+        streams.say(f"tetrad: error: {error}")
         return 1
     except KeyboardInterrupt:
-        print("tetrad: interrupted", file=sys.stderr)
-        return 130
+        streams.say("tetrad: interrupted")
+        return signals.INTERRUPTED
 
 
 if __name__ == "__main__":

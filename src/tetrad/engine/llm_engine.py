@@ -73,6 +73,8 @@ class LLMEngine:
         self.sampler = Sampler(config.model.vocab_size, sorted(self.eos_token_ids), self.tokenizer)
         self.requests: dict[str, Request] = {}
         self._kept: dict[str, RequestOutput] = {}
+        # tokens of all steps so far, for who shows progress; those of a preempted sequence count again
+        self.computed_tokens = 0
         self._counter = itertools.count()
         # as text, because a number would count by its absolute value
         self._seeds = random.Random(str(config.args.seed)) if config.args.seed is not None else None
@@ -242,6 +244,7 @@ class LLMEngine:
         _note_start(batch)
         logits = self.runner.execute(batch)
         self.scheduler.advance(batch)
+        self.computed_tokens += sum(item.count for item in batch.scheduled)
         sampling = [item.sequence for item in batch.scheduled if item.samples]
         tokens = self.sampler.sample(logits, [sequence.sampling_row for sequence in sampling])
         touched = self._commit(sampling, tokens)
