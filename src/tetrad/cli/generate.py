@@ -37,6 +37,7 @@ _NO_EFFECT = frozenset(
         "gpu_memory_utilization",
         "num_gpu_blocks_override",
         "indexer_logits_budget_mb",
+        "cpu_threads",
     }
 )
 """Options of the engine that change no token, so that a run may go on with others."""
