@@ -18,7 +18,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from tetrad.cli.flags import add_engine_flags, engine_args, json_object
+from tetrad.cli.flags import add_engine_flags, engine_args, flag_values
+from tetrad.cli.sampling_flags import add_sampling_flags
 from tetrad.engine.llm_engine import LLMEngine
 from tetrad.engine.outputs import RequestOutput
 from tetrad.engine.sampling_params import SamplingParams
@@ -27,34 +28,44 @@ from tetrad.errors import ConfigError, RequestError
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _INTEGERS = ("n", "max_tokens", "min_tokens", "logprobs")
 
+_EXAMPLES = (
+    'tetrad generate bundled --prompt "The code of rociwo is 6634. Q:" --temperature 0 --max-tokens 5',
+    "tetrad generate MODEL --prompt-file letter.txt --index-cache-dtype fp4 --json",
+    "tetrad generate MODEL --input-jsonl prompts.jsonl --output results.jsonl --max-tokens 256",
+)
+
 
 def add_command(commands: Any) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser("generate", help="continue one prompt, or a file of them")
+    text = "continue one prompt, or a file of them"
+    parser = commands.add_parser("generate", help=text, description=text, examples=_EXAMPLES)
     add_engine_flags(parser)
     source = parser.add_argument_group("prompts (standard input where none is given)")
-    source.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
-    source.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds one prompt; - is stdin")
+    source.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a prompt; may be repeated (default: standard input)",
+    )
+    source.add_argument(
+        "--prompt-file", type=Path, metavar="FILE", help="a file that holds one prompt; - is standard input"
+    )
     source.add_argument("--prompt-token-ids", metavar="IDS", help="a prompt as token ids: 5,17,3")
     source.add_argument(
         "--input-jsonl",
         type=Path,
         metavar="FILE",
-        help='a prompt per line: {"prompt": TEXT or [IDS]}, with sampling parameters of its own beside it; - is stdin',
+        help='a prompt on each line: {"prompt": TEXT or [IDS]}, beside it sampling parameters of its own; - is standard '
+        "input",
     )
-    source.add_argument("--output", type=Path, metavar="FILE", help="write the results here instead of to stdout")
+    source.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the results here instead of to standard output"
+    )
     source.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
     source.add_argument("--verbose", action="store_true", help="log what the engine decides")
     sampling = parser.add_argument_group("sampling")
-    for name in _INTEGERS:
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=int, default=argparse.SUPPRESS, metavar="N")
-    for name in _SAMPLING:
-        kind = int if name == "top_k" else float
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, metavar="X")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    sampling.add_argument("--stop-token-ids", metavar="IDS", help="end with one of these tokens: 5,17")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
-    sampling.add_argument("--logit-bias", type=json_object, metavar="JSON", help='token id to bias: {"17": -100}')
+    add_sampling_flags(sampling)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -75,7 +86,7 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     defaults = _sampling(parsed)
     items = list(_items(parser, parsed, defaults))
     if not items:
-        raise RequestError("there is no prompt; give --prompt, --prompt-file, --input-jsonl, or text on standard input")
+        parser.error("there is no prompt; give --prompt, --prompt-file, --input-jsonl, or text on standard input")
     with _destination(parsed.output) as out:
         engine = LLMEngine(args, progress=sys.stderr.isatty())
         _describe(engine)
@@ -120,6 +131,7 @@ def _describe(engine: LLMEngine) -> None:
     )
 
 
+@flag_values()
 def _sampling(parsed: argparse.Namespace) -> SamplingParams:
     given: dict[str, Any] = {name: getattr(parsed, name) for name in (*_SAMPLING, *_INTEGERS) if hasattr(parsed, name)}
     optional = {
@@ -137,7 +149,7 @@ def _ids(text: str | None, flag: str) -> list[int] | None:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError as error:
-        raise RequestError(f"{flag} {text!r} is not a list of token ids; write 5,17,3") from error
+        raise ConfigError(f"{flag} {text!r} is not a list of token ids; write 5,17,3") from error
 
 
 def _items(parser: argparse.ArgumentParser, parsed: argparse.Namespace, defaults: SamplingParams) -> Iterator[Item]:
@@ -165,7 +177,7 @@ def _read(path: Path) -> str:
             print("reading from the terminal; Ctrl-D ends it", file=sys.stderr)
         return sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {error}") from error
 
 
 def _lines(text: str, defaults: SamplingParams) -> Iterator[Item]:

@@ -19,19 +19,24 @@ from tetrad.models.config import LayerKind, ModelConfig
 from tetrad.ops.backends import BACKENDS, Problem, choose_backend
 
 _KINDS = {
-    LayerKind.SWA: "window only",
-    LayerKind.CSA: "window + chosen 4:1 entries",
-    LayerKind.HCA: "window + all heavily compressed entries",
+    LayerKind.SWA: "sliding-window attention: only the latest tokens",
+    LayerKind.CSA: "compressed sparse attention: the window, and the entries of 4 tokens that the indexer chose",
+    LayerKind.HCA: "heavily compressed attention: the window, and all entries of many tokens each",
 }
+
+_EXAMPLES = (
+    "tetrad inspect bundled",
+    "tetrad inspect MODEL --device cpu --index-cache-dtype fp8",
+    "tetrad inspect MODEL --max-model-len 128K --max-num-seqs 8 --json",
+)
 
 
 def add_command(commands: Any) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser(
-        "inspect", help="layers, parameters, bytes per token and back ends of a model (reads only config.json)"
-    )
-    add_engine_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    text = "show layers, parameters, bytes per token and back ends of a model (reads only config.json)"
+    parser = commands.add_parser("inspect", help=text, description=text, examples=_EXAMPLES)
+    add_engine_flags(parser, without=dict.fromkeys(("tokenizer", "load_format", "seed"), "it reads only config.json"))
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
