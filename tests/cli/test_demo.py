@@ -25,9 +25,9 @@ def test_own_question(capsys):
     assert "What is the code of nobody?" in out
 
 
-@pytest.mark.parametrize("tokens", ["100", "many"])
+@pytest.mark.parametrize("tokens", ["100", "10M", "many"])
 def test_wrong_length(capsys, tokens):
-    assert main(["demo", "--tokens", tokens]) == 1
+    assert main(["demo", "--tokens", tokens]) == 2
     assert tokens in capsys.readouterr().err
 
 

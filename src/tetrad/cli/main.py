@@ -35,8 +35,8 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Exit codes: 0 done; 1 a file, a checkpoint, a prompt or a measurement failed; 2 a flag, its value or the model's
-    configuration is wrong; 130 interrupted.
+    Exit codes: 0 done; 1 a checkpoint, a prompt, a measurement or the writing of a file failed; 2 a flag, its value or
+    the model's configuration is wrong; 130 interrupted.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     arguments = sys.argv[1:] if argv is None else argv

@@ -17,7 +17,7 @@ HELP_WIDTH = 100
 EXIT_CODES = """\
 exit codes:
   0    done
-  1    something failed: a file, a checkpoint, a prompt or a measurement
+  1    something failed: a checkpoint, a prompt, a measurement, the writing of a file
   2    a flag, its value or the model's configuration is wrong
   130  interrupted"""
 _NEAR_FLAG = 0.75
@@ -110,6 +110,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line on what is wrong, one on where help is; exit code 2."""
+        message = re.sub(r"^argument (-[\w-]+)(/-[\w-]+)+", r"argument \1", message)  # without the aliases
         self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
