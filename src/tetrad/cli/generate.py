@@ -56,8 +56,8 @@ def add_command(commands: Any) -> None:
         "--input-jsonl",
         type=Path,
         metavar="FILE",
-        help='a prompt on each line: {"prompt": TEXT or [IDS]}, beside it sampling parameters of its own; - is standard '
-        "input",
+        help='a prompt on each line: {"prompt": TEXT or [IDS]}, with sampling parameters of its own beside it; - is '
+        "standard input",
     )
     source.add_argument(
         "--output", type=Path, metavar="FILE", help="write the results here instead of to standard output"

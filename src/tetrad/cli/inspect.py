@@ -20,7 +20,7 @@ from tetrad.ops.backends import BACKENDS, Problem, choose_backend
 
 _KINDS = {
     LayerKind.SWA: "sliding-window attention: only the latest tokens",
-    LayerKind.CSA: "compressed sparse attention: the window, and the entries of 4 tokens that the indexer chose",
+    LayerKind.CSA: "compressed sparse attention: the window, and chosen entries of 4 tokens each",
     LayerKind.HCA: "heavily compressed attention: the window, and all entries of many tokens each",
 }
 
