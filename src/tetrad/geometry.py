@@ -241,5 +241,5 @@ def check_block_size(block_size: int) -> None:
     if block_size != BLOCK_SIZE:
         raise ConfigError(
             f"block_size {block_size} is not supported: a block is {BLOCK_SIZE} tokens, so that it holds the "
-            f"{CSA_ENTRIES} index keys of one page, which the scoring kernels read together; leave out --block-size"
+            f"{CSA_ENTRIES} index keys of one page, which the scoring kernels read together; leave --block-size out"
         )

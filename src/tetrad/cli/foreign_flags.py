@@ -192,3 +192,14 @@ def foreign_hint(flag: str, known: Sequence[str]) -> str | None:
         if flag in foreign.names:
             return foreign.hint(known)
     return None
+
+
+def markdown_table() -> str:
+    """The table of ``docs/flags.md``: other engines' names, whose they are, and what takes their place."""
+    rows = ["| Flag | Of | Here |", "|---|---|---|"]
+    for foreign in FOREIGN_FLAGS:
+        names = ", ".join(f"`{name}`" for name in foreign.names)
+        instead = " or ".join(f"`{flag}`" for flag in foreign.here)
+        here = f"{instead}: {foreign.text}" if instead else f"{foreign.answer.removeprefix('is ')}: {foreign.text}"
+        rows.append(f"| {names} | {', '.join(foreign.engines)} | {here} |")
+    return "\n".join(rows)
