@@ -28,9 +28,9 @@ def test_own_question(capsys, shown):
     assert shown[-1].startswith("computing it again: 1,06")
 
 
-@pytest.mark.parametrize("tokens", ["100", "many"])
+@pytest.mark.parametrize("tokens", ["100", "10M", "many"])
 def test_wrong_length(capsys, tokens):
-    assert main(["demo", "--tokens", tokens]) == 1
+    assert main(["demo", "--tokens", tokens]) == 2
     assert tokens in capsys.readouterr().err
 
 

@@ -299,7 +299,7 @@ def test_a_config_that_cannot_be_read(tetrad, tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     run = tetrad("inspect", tmp_path)
-    assert (run.code, run.out) == (1, "")
+    assert (run.code, run.out) == (2, "")
     assert run.err.startswith("tetrad: error: ")
     assert message in run.err
 

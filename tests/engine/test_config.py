@@ -374,7 +374,7 @@ def test_devices(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert EngineConfig.resolve(EngineArgs(model=str(folder))).device.type == "cpu"
     for name in ("cuda", "cuda:0", "cuda:3"):
-        with pytest.raises(ConfigError, match=rf"device '{name}' is not here: torch sees 0 CUDA devices; use cpu"):
+        with pytest.raises(ConfigError, match=rf"device '{name}' is not available: torch sees 0 CUDA devices; use cpu"):
             EngineConfig.resolve(EngineArgs(model=str(folder), device=name))
 
 

@@ -169,7 +169,7 @@ def test_command(capsys):
     flags = ["--device", "cpu", "--dtype", "float32", "--lengths", "1K", "--depths", "0.5", "--questions", "2"]
     assert main(["eval", "recall", *flags, "--variants", "fp4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cells"][0]["questions"] == 2
-    assert main(["eval", "recall", *flags, "--depths", "0.5,deep"]) == 1
+    assert main(["eval", "recall", *flags, "--depths", "0.5,deep"]) == 2
     assert "--depths" in capsys.readouterr().err
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tetrad import bundled
 from tetrad.cache.spec import CacheSpec, format_bytes
+from tetrad.cli.flags import refuse_engine_flags
 from tetrad.cli.progress import Progress
 from tetrad.cli.streams import say
 from tetrad.engine.args import EngineArgs
@@ -23,23 +24,35 @@ from tetrad.engine.outputs import RequestOutput
 from tetrad.engine.sampling_params import SamplingParams
 from tetrad.engine.selection_recorder import SelectionRecorder
 from tetrad.engine.token_meter import TokenMeter
-from tetrad.errors import RequestError
+from tetrad.errors import ConfigError
 from tetrad.eval.documents import STOP, Document, Question, make_document
 from tetrad.geometry import CSA_RATIO, IndexDtype, IndexLayout
+from tetrad.models.config import ModelConfig
 
+_ROOM = 512
+"""Tokens for a question and its answer."""
 _SPANS = 6
 _FACT_BYTES = 28
 """About the length of a fact's sentence."""
+_EXAMPLES = ("tetrad demo", "tetrad demo --tokens 32K --seed 7", "tetrad demo --index-cache-dtype bf16")
 
 
 def add_command(commands: Any) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser("demo", help="the bundled model reads a long document and answers questions about it")
-    parser.add_argument("--tokens", default="8K", metavar="TOKENS", help="length of the document (default 8K)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="another document (default 1)")
-    parser.add_argument("--question", metavar="TEXT", help='ask this instead: "What is the code of NAME?"')
-    parser.add_argument("--index-cache-dtype", default="fp4", choices=[d.value for d in IndexDtype], help="index cache")
-    parser.add_argument("--device", default="cpu", help="cpu (default), auto, cuda or cuda:N")
+    text = "the bundled model reads a long document and answers questions about it"
+    parser = commands.add_parser("demo", help=text, description=text, examples=_EXAMPLES)
+    parser.add_argument("--tokens", default="8K", metavar="TOKENS", help="length of the document; 8K is 8192")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="another number makes another document")
+    parser.add_argument(
+        "--question",
+        metavar="TEXT",
+        help='ask this: "What is the code of NAME?" (default: four questions about the document)',
+    )
+    parser.add_argument(
+        "--index-cache-dtype", default="fp4", choices=[d.value for d in IndexDtype], help="format of the index cache"
+    )
+    parser.add_argument("--device", default="cpu", help="auto (cuda where there is one), cpu, cuda or cuda:N")
+    refuse_engine_flags(parser, "its model and settings are fixed; tetrad generate bundled takes it")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -55,8 +68,9 @@ class Asked:
 def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     """Read, ask, show, and prove; 1 if the proof fails."""
     tokens = parse_tokens(parsed.tokens, "--tokens")
-    if tokens < 1024:
-        raise RequestError(f"--tokens {tokens} is too short for a document with questions; give at least 1K")
+    longest = ModelConfig.from_pretrained(bundled.resolve(bundled.NAME)).max_position_embeddings - _ROOM
+    if not 1024 <= tokens <= longest:
+        raise ConfigError(f"--tokens {parsed.tokens} is not possible; give at least 1K and at most {longest}")
     document = make_document(parsed.seed, tokens, questions=4)
     if parsed.question:
         own = Question(f"Q: {parsed.question.strip()}\nA:", "", "yours", -1, ())
@@ -67,7 +81,7 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
             device=parsed.device,
             dtype="float32",
             index_cache_dtype=parsed.index_cache_dtype,
-            max_model_len=tokens + 512,
+            max_model_len=tokens + _ROOM,
             max_num_seqs=8,
         )
     )
@@ -164,8 +178,8 @@ def _show_caches(spec: CacheSpec, tokens: int) -> None:
         mark = "  <- this run" if dtype is spec.index_dtype else ""
         print(f"  index keys in {dtype:5} {row:4} B each {format_bytes(row * spec.csa_layers * entries):>10}{mark}")
     per_token = spec.bytes_per_token
-    for name, what in (("csa", "CSA entries"), ("hca", "HCA entries")):
-        print(f"  {what} in {spec.kv_dtype:10} {format_bytes(per_token[name] * tokens):>18}")
+    for name, what in (("csa", "compressed sparse attention (CSA)"), ("hca", "heavily compressed attention (HCA)")):
+        print(f"  {what} in {spec.kv_dtype:5}{format_bytes(per_token[name] * tokens):>12}")
     fixed = format_bytes(spec.window_block_bytes + spec.state_bytes)
     print(f"  window and compressor states, whatever the length  {fixed}")
 

@@ -13,16 +13,16 @@ from typing import Any
 
 from tetrad import __version__
 from tetrad.cli.batch import Work, serve, stream
-from tetrad.cli.flags import add_engine_flags, engine_args, json_object
+from tetrad.cli.flags import add_engine_flags, engine_args, flag_values
 from tetrad.cli.progress import Progress
 from tetrad.cli.prompts import Item, items_of_lines, text_of
 from tetrad.cli.results import Text, opened, write_json
+from tetrad.cli.sampling_flags import add_sampling_flags
 from tetrad.cli.streams import is_terminal, name_of, read_bytes, require_output, say
 from tetrad.engine.args import EngineArgs
 from tetrad.engine.generation_config import GenerationConfig
 from tetrad.engine.llm_engine import LLMEngine
 from tetrad.engine.sampling_params import SamplingParams
-from tetrad.errors import RequestError
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _INTEGERS = ("n", "max_tokens", "min_tokens", "logprobs")
@@ -42,14 +42,29 @@ _NO_EFFECT = frozenset(
 )
 """Options of the engine that change no token, so that a run may go on with others."""
 
+_EXAMPLES = (
+    'tetrad generate bundled --prompt "The code of rociwo is 6634. Q:" --temperature 0 --max-tokens 5',
+    "tetrad generate MODEL --prompt-file letter.txt --index-cache-dtype fp4 --json",
+    "tetrad generate MODEL --input-jsonl prompts.jsonl --output results.jsonl --max-tokens 256",
+)
+
 
 def add_command(commands: Any) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser("generate", help="continue one prompt, or a file of them")
+    text = "continue one prompt, or a file of them"
+    parser = commands.add_parser("generate", help=text, description=text, examples=_EXAMPLES)
     add_engine_flags(parser)
     source = parser.add_argument_group("prompts (standard input where none is given)")
-    source.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
-    source.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds one prompt; - is stdin")
+    source.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a prompt; may be repeated (default: standard input)",
+    )
+    source.add_argument(
+        "--prompt-file", type=Path, metavar="FILE", help="a file that holds one prompt; - is standard input"
+    )
     source.add_argument("--prompt-token-ids", metavar="IDS", help="a prompt as token ids: 5,17,3")
     source.add_argument(
         "--input-jsonl",
@@ -77,15 +92,7 @@ def add_command(commands: Any) -> None:
     )
     results.add_argument("--verbose", action="store_true", help="log what the engine decides")
     sampling = parser.add_argument_group("sampling")
-    for name in _INTEGERS:
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=int, default=argparse.SUPPRESS, metavar="N")
-    for name in _SAMPLING:
-        kind = int if name == "top_k" else float
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, metavar="X")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    sampling.add_argument("--stop-token-ids", metavar="IDS", help="end with one of these tokens: 5,17")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
-    sampling.add_argument("--logit-bias", type=json_object, metavar="JSON", help='token id to bias: {"17": -100}')
+    add_sampling_flags(sampling)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -100,7 +107,7 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     args = engine_args(parser, parsed)
     items = list(_items(parser, parsed, _sampling(parsed), args.seed))
     if not items:
-        raise RequestError("there is no prompt; give --prompt, --prompt-file, --input-jsonl, or text on standard input")
+        parser.error("there is no prompt; give --prompt, --prompt-file, --input-jsonl, or text on standard input")
     as_json = parsed.json or parsed.input_jsonl is not None
     if _may_stream(parser, parsed, items, as_json=as_json):
         work = Work(_build(args), 1)
@@ -169,6 +176,7 @@ def _report(items: list[Item], *, as_json: bool) -> None:
         say(f"tetrad: error: {len(failed)} of {len(items)} prompts failed{first}: {reason}")
 
 
+@flag_values()
 def _sampling(parsed: argparse.Namespace) -> SamplingParams:
     given: dict[str, Any] = {name: getattr(parsed, name) for name in (*_SAMPLING, *_INTEGERS) if hasattr(parsed, name)}
     optional = {
@@ -189,7 +197,7 @@ def _ids(text: str | None, flag: str) -> list[int] | None:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError as error:
-        raise RequestError(f"{flag} {text!r} is not a list of token ids; write 5,17,3") from error
+        raise ConfigError(f"{flag} {text!r} is not a list of token ids; write 5,17,3") from error
 
 
 def _items(

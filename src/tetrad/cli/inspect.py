@@ -28,24 +28,31 @@ from tetrad.ops.backends import BACKENDS, Problem, choose_backend
 _WIDTH = 100
 _INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "  "}
 _KINDS = {
-    LayerKind.SWA: "window only",
-    LayerKind.CSA: "window + chosen 4:1 entries",
-    LayerKind.HCA: "window + all heavily compressed entries",
+    LayerKind.SWA: "sliding-window attention: only the latest tokens",
+    LayerKind.CSA: "compressed sparse attention: the window, and chosen entries of 4 tokens each",
+    LayerKind.HCA: "heavily compressed attention: the window, and all entries of many tokens each",
 }
+
+_EXAMPLES = (
+    "tetrad inspect bundled",
+    "tetrad inspect MODEL --device cpu --index-cache-dtype fp8",
+    "tetrad inspect MODEL --max-model-len 128K --max-num-seqs 8 --json",
+)
 
 
 def add_command(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "inspect",
-        help="layers, parameters, memory and back ends of a model (reads only config.json); what its indexer chooses",
+        help="show layers, parameters, memory and back ends of a model (reads only config.json)",
         description="Describe a model by its config.json alone: layers, parameters, bytes of weights and caches, how "
         "many tokens and sequences fit, and which back end each op gets. The names deepseek-v4-flash and "
         "deepseek-v4-pro are the released models' configurations, which are in this package. With --selection, "
         "continue a prompt and print which entries each CSA layer (compressed sparse attention) chose.",
+        examples=_EXAMPLES,
     )
     add_engine_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     group = parser.add_argument_group(
         "selection",
         'Print JSON: {"index_topk", "tokens_per_entry", "prompt_token_ids", "text", "steps": [{"position", "token_id", '
@@ -55,9 +62,7 @@ def add_command(commands: Any) -> None:
     source = group.add_mutually_exclusive_group()
     source.add_argument("--selection", metavar="TEXT", help="the prompt")
     source.add_argument("--selection-token-ids", type=_token_ids, metavar="IDS", help="the prompt as ids: 5,17,3")
-    group.add_argument(
-        "--selection-tokens", type=int, metavar="N", help="tokens to draw, the likeliest each time; default 1"
-    )
+    group.add_argument("--selection-tokens", type=int, metavar="N", help="tokens to draw, the likeliest (default: 1)")
     parser.set_defaults(run=run, parser=parser)
 
 

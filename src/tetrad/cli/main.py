@@ -9,17 +9,23 @@ from collections.abc import Callable, Sequence
 
 from tetrad import __version__
 from tetrad.cli import bench, demo, evaluate, generate, inspect, signals, streams
-from tetrad.cli.flags import Parser
-from tetrad.errors import TetradError
+from tetrad.cli.parser import Parser
+from tetrad.errors import ConfigError, TetradError
 
 Command = Callable[[argparse.ArgumentParser, argparse.Namespace], int]
 
 
 def build_parser() -> Parser:
     """The parser of all subcommands."""
-    parser = Parser(prog="tetrad", description="DeepSeek-V4 inference with a 4-bit lightning-indexer key cache.")
-    parser.add_argument("--version", action="version", version=f"tetrad {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    parser = Parser(
+        prog="tetrad",
+        description="DeepSeek-V4 inference with a 4-bit lightning-indexer key cache.",
+        examples=("tetrad demo", "tetrad generate --help"),
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"tetrad {__version__}", help="print the version and exit"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for module in (generate, inspect, evaluate, bench, demo):
         module.add_command(commands)
     return parser
@@ -28,8 +34,8 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Exit codes: 0 done, 1 something could not be served, 2 wrong flags, 130 interrupted, 143 ended by SIGTERM, 141 the
-    reader of standard output left.
+    Exit codes: 0 done; 1 a checkpoint, a prompt, a measurement or the writing of a file failed; 2 a flag, its value or
+    the model's configuration is wrong; 130 interrupted; 143 ended by SIGTERM; 141 the reader of standard output left.
     """
     with streams.guarded(), signals.caught() as signal:
         return signal.exit_code(_run(sys.argv[1:] if argv is None else argv))
@@ -46,9 +52,12 @@ def _run(arguments: Sequence[str]) -> int:
         code = parsed.run(parsed.parser, parsed)
         sys.stdout.flush()  # here, where a reader that left is an error that can be caught
         return code
+    except TetradError as error:
+        streams.say(f"tetrad: error: {error}{parsed.parser.note_on(str(error))}")
+        return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:
         return streams.READER_LEFT
-    except (TetradError, OSError) as error:
+    except OSError as error:
         streams.say(f"tetrad: error: {error}")
         return 1
     except KeyboardInterrupt:

@@ -252,7 +252,9 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported; choose auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
+        raise ConfigError(
+            f"device {name!r} is not available: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
     return device
 
 
