@@ -20,8 +20,8 @@ MUTANTS = (
     mutant(
         "columns before rows", MIXING, "comb.sum(-1, keepdim=True)).add_(eps)", "comb.sum(-2, keepdim=True)).add_(eps)"
     ),
-    mutant("no norm of the mixes", MIXING, "keepdim=True) + norm_eps)", "keepdim=True) * 0 + 1.0)"),
-    mutant("no eps in the norm of the mixes", MIXING, "keepdim=True) + norm_eps)", "keepdim=True))"),
+    mutant("no norm of the mixes", MIXING, "mean_square(flat) + norm_eps)", "mean_square(flat) * 0 + 1.0)"),
+    mutant("no eps in the norm of the mixes", MIXING, "mean_square(flat) + norm_eps)", "mean_square(flat))"),
     mutant(
         "mixing weights of attention for the experts as well",
         MODEL,
