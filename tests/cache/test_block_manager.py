@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from tetrad.cache.block_manager import ABSENT, BlockManager, CacheCopies, Holding, IdPool
 from tetrad.cache.spec import CacheSizes
 

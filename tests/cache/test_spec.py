@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-
-from tests.released import flash_document, pro_document
 from tetrad.cache.kv_cache import KVCaches
 from tetrad.cache.spec import CacheSizes, CacheSpec, format_bytes
+
+from tests.released import flash_document, pro_document
 from tetrad.geometry import IndexDtype, KVDtype
 from tetrad.models.config import ModelConfig
 from tetrad.ops.index_keys import read_index_keys

@@ -10,10 +10,10 @@ import torch
 from tests.models import formulas
 from tests.models.steps import block_tables, lengths, padded, step_inputs
 from tests.tiny import tiny_config
-from torch import Tensor
-
 from tetrad.cache.kv_cache import KVCaches
 from tetrad.cache.spec import CacheSizes, CacheSpec
+from torch import Tensor
+
 from tetrad.geometry import IndexDtype, KVDtype
 from tetrad.models.attention import Attention
 from tetrad.models.config import LayerKind, ModelConfig
