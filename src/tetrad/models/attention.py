@@ -7,13 +7,14 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tetrad.geometry import CSA_ENTRIES, CSA_RATIO, PagedKV, entry_slots
+from tetrad.geometry import CSA_RATIO, PagedKV
 from tetrad.models.caches import CsaCache, HcaCache, LayerCache, WindowCache
 from tetrad.models.compressor import Compressor
 from tetrad.models.config import LayerKind, ModelConfig
 from tetrad.models.indexer import Indexer, IndexerOptions
 from tetrad.models.linear import ActivationQuant, Linear, Norm
 from tetrad.models.step import CompressedMetadata, Metadata, Rotation
+from tetrad.ops import physical_slots
 from tetrad.ops.kv_entries import copy_kv_entries, write_kv_entries, write_pooled_kv_entries
 from tetrad.ops.rotary import apply_rotary
 from tetrad.ops.row_invariant import linear, rms_norm
@@ -124,9 +125,7 @@ class CsaAttention(Attention[CsaCache]):
         assert entries is not None
         self.write_compressed(self.compressor(x, rows, entries, cache.ring), self.compressor, entries, cache.compressed)
         chosen = self.indexer(x, q_latent, metadata, cache)
-        request = rows.request.clamp_min(0).unsqueeze(1)
-        slots = entry_slots(rows.block_table, request, chosen.clamp_min(0), CSA_ENTRIES)
-        return cache.compressed, slots.masked_fill(chosen < 0, -1)
+        return cache.compressed, physical_slots(chosen, rows.block_table, rows.request).long()
 
 
 class HcaAttention(Attention[HcaCache]):
