@@ -165,7 +165,9 @@ class World:
             position = np.arange(computed)
             expected = np.array(sequence.tokens(0, computed), dtype=np.int64)
             assert self.length[request] == computed
-            assert np.array_equal(self.blocks[self.table[request, position // BLOCK_SIZE], position % BLOCK_SIZE], expected)
+            assert np.array_equal(
+                self.blocks[self.table[request, position // BLOCK_SIZE], position % BLOCK_SIZE], expected
+            )
             last = position[-RING:]
             assert np.array_equal(self.rings[request, last % RING], expected[-RING:])
 
