@@ -87,9 +87,13 @@ def check_tests(names: tuple[str, ...]) -> Outcome:
     return plugin.outcome
 
 
-def examine(mutant: Mutant, oracle: Path) -> Outcome:
+JOBS: list[Mutant] = []
+"""What there is to examine: known to forks, where it could not be sent."""
+
+
+def examine(number: int, oracle: Path) -> Outcome:
     """In a process of its own: make the mistake, run what must notice it."""
-    start = time.monotonic()
+    mutant, start = JOBS[number], time.monotonic()
     signal.alarm(SECONDS_PER_MUTANT)
     try:
         for patch in mutant.patches:
@@ -128,10 +132,10 @@ def run(mutants: list[Mutant], processes: int) -> list[Outcome]:
     with tempfile.TemporaryDirectory(prefix="tetrad-mutations-") as scratch:
         oracle = Path(scratch)
         ask_oracle(oracle)
-        jobs = [*unchanged, *mutants]
+        JOBS[:] = [*unchanged, *mutants]
         with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
-            waiting = [pool.apply_async(examine_numbered, (number, jobs, oracle)) for number in range(len(jobs))]
-            for number, (job, result) in enumerate(zip(jobs, waiting, strict=True)):
+            waiting = [pool.apply_async(examine, (number, oracle)) for number in range(len(JOBS))]
+            for number, (job, result) in enumerate(zip(JOBS, waiting, strict=True)):
                 try:
                     outcome = result.get(timeout=2 * SECONDS_PER_MUTANT)
                 except multiprocessing.TimeoutError:  # its process died

@@ -99,7 +99,7 @@ class Session:
                 deltas.append(BlockDelta(held.request, index, held.blocks[index]))
             decodes = start > 0 and len(new) <= 1 + DRAFT_ROWS
             if decodes:
-                self.table.draw([held.request], new[:1])
+                self.table.draw([(held.request, new[0])])
             segments.append(
                 Segment(
                     held.request,
@@ -122,6 +122,8 @@ class Session:
         self.shapes.append(rows.shape)
         streams = self.model.streams(self.model.metadata(rows), self.caches)
         logits = self.model.logits(streams[rows.wanted.clamp_min(0)])
+        accepted = [accept.get(name, len(new)) for name, new in tokens.items() for _ in new]
+        self.table.advance(rows, torch.tensor(accepted + [0] * (rows.shape.rows - len(accepted))))
         result, row = {}, 0
         for name, new in tokens.items():
             held, end = self.sequences[name], row + len(new)
@@ -129,7 +131,6 @@ class Session:
             row = end
             if name in accept:
                 del held.tokens[len(held.tokens) - len(new) + accept[name] :]
-            self.table.advance([held.request], [len(held.tokens)])
         return result
 
     def run(self, name: str, tokens: list[int], chunks: list[int]) -> tuple[Tensor, Tensor]:

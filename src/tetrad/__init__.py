@@ -9,20 +9,52 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tetrad.engine.args import EngineArgs as EngineArgs
-    from tetrad.engine.llm import LLM as LLM
-    from tetrad.engine.llm_engine import LLMEngine as LLMEngine
-    from tetrad.engine.sampling_params import SamplingParams as SamplingParams
+    from tetrad.config.args import EngineArgs
+    from tetrad.frontend.llm import LLM
+    from tetrad.frontend.llm_engine import LLMEngine
+    from tetrad.frontend.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+    from tetrad.frontend.prompts import Prompt, TextPrompt, TokensPrompt
+    from tetrad.frontend.sampling_params import SamplingParams
+    from tetrad.frontend.selection_recorder import SelectionRecorder
+    from tetrad.frontend.tokenizer import Tokenizer
+    from tetrad.errors import CheckpointError, ConfigError, RequestError, TetradError
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "EngineArgs": "tetrad.engine.args",
-    "LLM": "tetrad.engine.llm",
-    "LLMEngine": "tetrad.engine.llm_engine",
-    "SamplingParams": "tetrad.engine.sampling_params",
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineArgs",
+    "FinishReason",
+    "LLMEngine",
+    "Logprob",
+    "Prompt",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "SelectionRecorder",
+    "TetradError",
+    "TextPrompt",
+    "Tokenizer",
+    "TokensPrompt",
+    "__version__",
+]
+
+_NAMES_OF = {
+    "tetrad.config.args": ("EngineArgs",),
+    "tetrad.frontend.llm": ("LLM",),
+    "tetrad.frontend.llm_engine": ("LLMEngine",),
+    "tetrad.frontend.outputs": ("CompletionOutput", "FinishReason", "Logprob", "RequestMetrics", "RequestOutput"),
+    "tetrad.frontend.prompts": ("Prompt", "TextPrompt", "TokensPrompt"),
+    "tetrad.frontend.sampling_params": ("SamplingParams",),
+    "tetrad.frontend.selection_recorder": ("SelectionRecorder",),
+    "tetrad.frontend.tokenizer": ("Tokenizer",),
+    "tetrad.errors": ("CheckpointError", "ConfigError", "RequestError", "TetradError"),
 }
-__all__ = ["LLM", "EngineArgs", "LLMEngine", "SamplingParams", "__version__"]
+_HOMES = {name: home for home, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
@@ -30,3 +62,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tetrad' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What an interactive prompt completes, the names that are not imported yet included."""
+    return sorted({*globals(), *__all__})

@@ -22,6 +22,7 @@ def parse(*arguments: str) -> EngineArgs:
 
 VALUES: dict[str, tuple[str, Any]] = {
     "tokenizer": ("some_folder", "some_folder"),
+    "generation_config": ("none", "none"),
     "device": ("cuda:1", "cuda:1"),
     "dtype": ("bf16", "bf16"),
     "kv_cache_dtype": ("fp8", "fp8"),

@@ -15,7 +15,7 @@ from tests.engine.small import EOS, FIRST_BYTE, bytes_of, script
 from tetrad import LLM, SamplingParams
 from tetrad.cli import generate
 from tetrad.cli.main import main
-from tetrad.engine.llm_engine import LLMEngine
+from tetrad.frontend.llm_engine import LLMEngine
 
 ENGINE = ("--load-dummy", "--device=cpu", "--max-model-len=128", "--max-num-seqs=2", "--kv-cache-memory-gb=0.5")
 GREEDY = ("--temperature=0", "--max-tokens=5", "--ignore-eos")

@@ -14,8 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from tests.tiny import tiny_config
 from tetrad import EngineArgs, LLMEngine
 from tetrad.engine.batch import Batch
-from tetrad.engine.outputs import RequestOutput
-from tetrad.engine.sampling_params import SamplingParams
+from tetrad.frontend.outputs import RequestOutput
+from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.models.config import ModelConfig
 
 VOCABULARY = 320

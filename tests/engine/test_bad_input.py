@@ -1,4 +1,4 @@
-"""Everything that a user can get wrong, each with the error that says what was wrong and what to change."""
+"""What is wrong with options and files, each with the error that says so and what to change."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ import torch
 
 from tests.engine.small import (
     VOCABULARY,
-    assert_idle,
     run,
     small_config,
-    small_engine,
     small_options,
     write_config,
     write_tokenizer,
 )
-from tetrad import LLM, EngineArgs, LLMEngine, SamplingParams
-from tetrad.errors import CheckpointError, ConfigError, RequestError
+from tetrad import LLM, EngineArgs, LLMEngine
+from tetrad.errors import CheckpointError, ConfigError
 from tetrad.models.checkpoint.dummy import dummy_state
 from tetrad.models.checkpoint.writer import write_checkpoint
 
@@ -33,6 +31,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"model": "/nowhere/at/all"}, r"/nowhere/at/all: there is no such folder"),
     ({"model": 5}, r"model 5 is of type int; give str \| Path"),
     ({"tokenizer": "/nowhere"}, r"tokenizer '/nowhere' is not a folder with a tokenizer\.json"),
+    ({"generation_config": None}, r"generation_config None is of type NoneType; give str \| Path"),
+    ({"generation_config": "/nowhere"}, r"generation_config '/nowhere' is not a folder with a generation_config\.json"),
     ({"device": "tpu"}, r"device 'tpu' is not known; choose auto, cpu, cuda or cuda:N"),
     ({"device": "mps"}, r"device 'mps' is not supported; choose auto, cpu, cuda or cuda:N"),
     ({"device": "meta"}, r"device 'meta' is not supported"),
@@ -195,136 +195,3 @@ def test_the_undamaged_checkpoint_loads(checkpoint):
     engine = LLMEngine(EngineArgs(**small_options(checkpoint) | {"load_format": "auto"}))
     engine.add_request([5])
     assert run(engine)
-
-
-# ---- requests ----
-
-PROMPTS: list[tuple[Any, str]] = [
-    ("", r"the prompt is empty; give at least one token"),
-    ([], r"the prompt is empty"),
-    (None, r"a prompt is text or a list of token ids, not NoneType"),
-    (7, r"a prompt is text or a list of token ids, not int"),
-    (b"bytes", r"a prompt is text or a list of token ids, not bytes"),
-    ({"prompt": "x"}, r"a prompt is text or a list of token ids, not dict"),
-    ([1, "2"], r"the prompt's item 1 is '2'; give text or a list of token ids"),
-    ([1, 2.0], r"the prompt's item 1 is 2\.0"),
-    ([True], r"the prompt's item 0 is True"),
-    ([[1, 2]], r"the prompt's item 0 is \[1, 2\]"),
-    ([5, -1], r"token id -1 is out of range: ids are 0 to 319"),
-    ([320], r"token id 320 is out of range: ids are 0 to 319"),
-    ([10**30], r"token id 10{30} is out of range"),
-    ([5] * 512, r"maximum context length is 512 tokens\. However, your prompt contains 512 input tokens.*shorten"),
-    ("a" * 600, r"maximum context length is 512 tokens\. However, your prompt contains 600 input tokens"),
-    ("half \ud800 a character", r"the text has a lone surrogate"),
-]
-
-PARAMETERS: list[tuple[dict[str, Any], str]] = [
-    ({"n": 0}, r"n=0 is not allowed: give an integer from 1 to 128"),
-    ({"n": 129}, r"n=129 is not allowed"),
-    ({"n": 2, "temperature": 0}, r"n=2 is not allowed: with temperature 0 all choices would be the same"),
-    ({"temperature": -0.1}, r"temperature=-0\.1 is not allowed: give a finite number from 0"),
-    ({"temperature": 2.5}, r"temperature=2\.5"),
-    ({"temperature": float("nan")}, r"temperature=nan"),
-    ({"temperature": "hot"}, r"temperature='hot'"),
-    ({"temperature": True}, r"temperature=True"),
-    ({"top_p": 0}, r"top_p=0 is not allowed: give a number above 0"),
-    ({"top_p": 1.01}, r"top_p=1\.01"),
-    ({"top_k": -2}, r"top_k=-2 is not allowed: give an integer of at least -1"),
-    ({"top_k": 1.5}, r"top_k=1\.5"),
-    ({"min_p": -0.1}, r"min_p=-0\.1 is not allowed: give a number from 0"),
-    ({"presence_penalty": 2.1}, r"presence_penalty=2\.1 is not allowed: give a number from -2 to 2"),
-    ({"frequency_penalty": float("inf")}, r"frequency_penalty=inf"),
-    ({"repetition_penalty": 0}, r"repetition_penalty=0 is not allowed: give a finite number above 0"),
-    ({"seed": 2**63}, r"seed=\d+ is not allowed: give None or a signed 64-bit integer"),
-    ({"seed": 1.0}, r"seed=1\.0"),
-    ({"stop": ""}, r"stop='' is not allowed: give a string or a list of at most 4 strings, none of them empty"),
-    ({"stop": ["a"] * 5}, r"stop=.*at most 4 strings"),
-    ({"stop": [5]}, r"stop=\[5\]"),
-    ({"stop": "\udc00"}, r"stop=.*a lone surrogate"),
-    ({"stop_token_ids": 5}, r"stop_token_ids=5 is not allowed: give a list of token ids"),
-    ({"stop_token_ids": [-1]}, r"stop_token_ids=-1 is not allowed"),
-    ({"stop_token_ids": "12"}, r"stop_token_ids='12'"),
-    ({"max_tokens": 0}, r"max_tokens=0 is not allowed: give an integer of at least 1, or None"),
-    ({"max_tokens": "5"}, r"max_tokens='5'"),
-    ({"min_tokens": -1}, r"min_tokens=-1"),
-    ({"min_tokens": 17}, r"min_tokens=17 is not allowed: give at most max_tokens, which is 16"),
-    ({"ignore_eos": 1}, r"ignore_eos=1 is not allowed: give true or false"),
-    ({"logprobs": 21}, r"logprobs=21 is not allowed: give None, or an integer from 0"),
-    ({"logprobs": True}, r"logprobs=True"),
-    ({"logit_bias": [5]}, r"logit_bias=\[5\] is not allowed: give a mapping of token id to bias"),
-    ({"logit_bias": {5: 101}}, r"logit_bias\[5\]=101 is not allowed: give a number from -100 to 100"),
-    ({"logit_bias": {"five": 1}}, r"logit_bias='five' is not allowed: token ids are integers"),
-]
-
-REQUESTS: list[tuple[dict[str, Any], str]] = [
-    ({"params": {"temperature": 0}}, r"params must be SamplingParams, not dict"),
-    ({"params": 0}, r"params must be SamplingParams, not int"),
-    ({"params": SamplingParams(stop_token_ids=[320])}, r"stop_token_ids=320 is not allowed: .* ids are 0 to 319"),
-    ({"params": SamplingParams(logit_bias={400: 1})}, r"logit_bias=400 is not allowed: .* ids are 0 to 319"),
-    ({"request_id": "running"}, r"request_id 'running' is in use by an unfinished request; choose another"),
-    ({"request_id": 5}, r"request_id must be a string, not 5"),
-    ({"request_id": ["a"]}, r"request_id must be a string, not \['a'\]"),
-]
-
-
-@pytest.fixture(scope="module")
-def engine(text_folder: Path) -> LLMEngine:
-    return small_engine(text_folder)
-
-
-def still_serves(engine: LLMEngine) -> None:
-    """The refused request left nothing behind, and the next one is served."""
-    assert set(engine.requests) <= {"running"}
-    name = engine.add_request([5, 6], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-    assert len(run(engine)[name].outputs[0].token_ids) == 2
-    assert_idle(engine)
-
-
-@pytest.mark.parametrize(("prompt", "message"), PROMPTS, ids=lambda value: ascii(value)[:40])
-def test_prompts(engine, prompt, message):
-    with pytest.raises(RequestError, match=f"(?s){message}"):
-        engine.add_request(prompt)
-    still_serves(engine)
-
-
-@pytest.mark.parametrize(("parameters", "message"), PARAMETERS, ids=lambda value: ascii(value)[:40])
-def test_parameters(parameters, message):
-    """Refused before there is a request."""
-    with pytest.raises(RequestError, match=f"(?s)^{message}"):
-        SamplingParams(**parameters)
-
-
-@pytest.mark.parametrize(("request_", "message"), REQUESTS, ids=lambda value: ascii(value)[:40])
-def test_requests(engine, request_, message):
-    engine.add_request([9], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), "running")
-    engine.step()
-    with pytest.raises(RequestError, match=f"(?s){message}"):
-        engine.add_request([5], **request_)
-    still_serves(engine)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "params", "message"),
-    [
-        ("text", None, r"prompts must be a list, not str"),
-        ([[5], [999]], None, r"prompt 1: the prompt's token id 999 is out of range"),
-        ([[5], "x" * 512], None, r"prompt 1: This model's maximum context length"),
-        ([[5], [6]], [SamplingParams()], r"there are 2 prompts but 1 sampling_params; give one for all or one each"),
-        ([[5], [6]], [SamplingParams(), None], r"prompt 1: params must be SamplingParams, not NoneType"),
-        ([[5]], {"n": 1}, r"params must be SamplingParams or a list of them, not dict"),
-        ([[5]], 0.5, r"params must be SamplingParams or a list of them, not float"),
-    ],
-)
-def test_several_requests(engine, prompts, params, message):
-    """All or nothing: the good ones before the bad one are not queued either."""
-    with pytest.raises(RequestError, match=message):
-        engine.add_requests(prompts, params)
-    assert not engine.has_unfinished_requests
-    still_serves(engine)
-
-
-@pytest.mark.parametrize("prompts", [5, None, {"a": 1}, b"x"], ids=str)
-def test_what_generate_does_not_take(text_folder, prompts):
-    llm = LLM(**small_options(text_folder))
-    with pytest.raises(RequestError, match=r"prompts must be text, token ids or a list of either, not"):
-        llm.generate(prompts)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.small import EOS, assert_idle, random_ids, run, small_engine
 from tetrad import LLMEngine, SamplingParams
-from tetrad.engine.outputs import RequestOutput
+from tetrad.frontend.outputs import RequestOutput
 
 REQUESTS = 1000
 KINDS = 40
@@ -128,7 +128,7 @@ def test_churn(folder, kinds, expected):
                 assert got == whole, (name, number)
     assert aborted > 50
     assert built.scheduler.preemptions > 20
-    assert sum(output.metrics["preemptions"] for output in outputs.values() if output.metrics) > 20
+    assert sum(output.metrics.preemptions for output in outputs.values() if output.metrics) > 20
 
 
 def test_the_kinds_cover_what_matters(kinds, expected):

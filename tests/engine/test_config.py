@@ -16,8 +16,8 @@ from tests.released import flash_document
 from tetrad import EngineArgs, LLMEngine
 from tetrad.cache.kv_cache import KVCaches
 from tetrad.cache.spec import CacheSizes
-from tetrad.engine.config import LOGITS_BUDGET_VARIABLE, EngineConfig
-from tetrad.engine.model_runner import ModelRunner
+from tetrad.config.engine_config import LOGITS_BUDGET_VARIABLE, EngineConfig
+from tetrad.runner.model_runner import ModelRunner
 from tetrad.errors import ConfigError
 from tetrad.geometry import IndexDtype, KVDtype
 from tetrad.models.config import ModelConfig

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from tetrad.engine.detokenizer import Detokenizer
-from tetrad.engine.tokenizer import Tokenizer
+from tetrad.frontend.detokenizer import Detokenizer
+from tetrad.frontend.tokenizer import Tokenizer
 from tetrad.errors import RequestError
 
 SPECIAL = 0

@@ -7,10 +7,10 @@ import torch
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models
 
-from tetrad.engine.outputs import CompletionOutput, RequestOutput
-from tetrad.engine.sampler import SampledToken, Sampler, SamplingRow, uniform
-from tetrad.engine.sampling_params import SamplingParams, resolve_seed
-from tetrad.engine.tokenizer import Tokenizer
+from tetrad.frontend.outputs import CompletionOutput, RequestOutput
+from tetrad.runner.sampler import SampledToken, Sampler, SamplingRow, uniform
+from tetrad.frontend.sampling_params import SamplingParams, resolve_seed
+from tetrad.frontend.tokenizer import Tokenizer
 
 REAL_VOCABULARY = 129280
 
@@ -132,7 +132,7 @@ def test_the_random_stream():
 @pytest.mark.parametrize(("fraction", "expected"), [(0.0, 2), (0.25, 3), (0.5, 5), (0.75, 6), (1 - 2.0**-53, 6)])
 def test_draws_at_the_boundaries(monkeypatch, params, fraction, expected):
     """0 must not give a token without any probability, nor the largest number below 1 one beyond the last."""
-    monkeypatch.setattr("tetrad.engine.sampler.uniform", lambda seed, index: fraction)
+    monkeypatch.setattr("tetrad.runner.sampler.uniform", lambda seed, index: fraction)
     assert one([-1e9, -math.inf, 1, 1, -1e9, 1, 1, -1e9, -math.inf], row(**params)).token_id == expected
 
 

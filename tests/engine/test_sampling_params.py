@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from tetrad.engine.sampling_params import SamplingParams, resolve_seed
+from tetrad.frontend.sampling_params import SamplingParams, resolve_seed
 from tetrad.errors import RequestError
 
 

@@ -12,7 +12,7 @@ import torch
 from tests.tiny import tiny_config
 from tetrad import EngineArgs, LLMEngine, SamplingParams
 from tetrad.cache.block_manager import CacheCopies
-from tetrad.engine.outputs import RequestOutput
+from tetrad.frontend.outputs import RequestOutput
 
 PREFIX_LENGTHS = [64, 255, 256, 257, 515]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tetrad.engine.sampler import Sampler, SamplingRow
-from tetrad.engine.sampling_params import SamplingParams
-from tetrad.engine.token_counts import TokenCounts
+from tetrad.runner.sampler import Sampler, SamplingRow
+from tetrad.frontend.sampling_params import SamplingParams
+from tetrad.runner.token_counts import TokenCounts
 
 
 def as_dict(ids: np.ndarray, times: np.ndarray) -> dict[int, int]:

@@ -3,11 +3,13 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
+import torch
 from tokenizers import models
 
-from tetrad.engine.tokenizer import Tokenizer, require_tokenizer
+from tetrad.frontend.tokenizer import Tokenizer, require_tokenizer
 from tetrad.errors import ConfigError, RequestError
 
 
@@ -127,3 +129,23 @@ def test_a_lone_surrogate_is_the_request_s_fault(deepseek):
     """JSON can spell one; the encoder would fail with an error that names no request."""
     with pytest.raises(RequestError, match=r"lone surrogate .* at character 2"):
         deepseek.encode("ab\ud83d")
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [5.0], "ab", None, [[5]], np.array([0.5])], ids=str)
+def test_what_cannot_be_decoded(deepseek, ids):
+    """Users reach the tokenizer through ``get_tokenizer``; the library's own errors name nothing."""
+    with pytest.raises(RequestError, match=r"decodes token ids, integers from 0 to 2\*\*32 - 1, not "):
+        deepseek.decode(ids)
+
+
+def test_ids_come_in_every_form(deepseek):
+    ids = deepseek.encode("漢字 and words")
+    for form in (ids, tuple(ids), np.array(ids, dtype=np.uint16), torch.tensor(ids)):
+        assert deepseek.decode(form) == "漢字 and words"
+    assert deepseek.decode(ids[0]) == deepseek.decode(ids[:1])
+
+
+@pytest.mark.parametrize("text", [5, None, ["a", "b"], b"a"], ids=str)
+def test_what_cannot_be_encoded(deepseek, text):
+    with pytest.raises(RequestError, match=r"encodes one text, not \w+; encode several one by one"):
+        deepseek.encode(text)

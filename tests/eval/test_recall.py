@@ -194,3 +194,11 @@ def test_an_interrupt_keeps_the_answers(monkeypatch, capsys):
     assert document["interrupted"]
     assert [(cell["variant"], cell["questions"]) for cell in document["cells"]] == [("bf16", 2), ("fp4", 1)]
     assert "3 answers" in captured.err
+
+
+@pytest.mark.parametrize("seed", [1, 2**40])
+def test_a_negative_seed_makes_a_document_of_its_own(seed):
+    """``--seed -1`` gave the document of ``--seed 1``."""
+    first, second, again = (make_document(number, 1000, 1, facts=3) for number in (seed, -seed, -seed))
+    assert second == again
+    assert second.text != first.text

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tetrad import bundled
 from tetrad.cache.spec import CacheSpec, format_bytes
-from tetrad.engine.args import EngineArgs
-from tetrad.engine.config import parse_tokens
-from tetrad.engine.llm_engine import LLMEngine
-from tetrad.engine.outputs import RequestOutput
-from tetrad.engine.sampling_params import SamplingParams
-from tetrad.engine.selection_recorder import SelectionRecorder
+from tetrad.config.args import EngineArgs
+from tetrad.config.engine_config import parse_tokens
+from tetrad.frontend.llm_engine import LLMEngine
+from tetrad.frontend.outputs import RequestOutput
+from tetrad.frontend.sampling_params import SamplingParams
+from tetrad.frontend.selection_recorder import SelectionRecorder
 from tetrad.errors import RequestError
 from tetrad.eval.documents import STOP, Document, Question, make_document
 from tetrad.geometry import CSA_RATIO, IndexDtype, IndexLayout

@@ -10,7 +10,7 @@ from typing import Any
 
 from tetrad import bundled
 from tetrad.cli.flags import Parser, add_engine_flags, engine_args
-from tetrad.engine.config import parse_tokens
+from tetrad.config.engine_config import parse_tokens
 from tetrad.errors import ConfigError
 from tetrad.eval import report
 from tetrad.eval.recall import RecallSettings, Variant, run_recall

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tetrad.engine.args import EngineArgs
+from tetrad.config.args import EngineArgs
 
 
 class Parser(argparse.ArgumentParser):

@@ -19,9 +19,10 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from tetrad.cli.flags import add_engine_flags, engine_args, json_object
-from tetrad.engine.llm_engine import LLMEngine
-from tetrad.engine.outputs import RequestOutput
-from tetrad.engine.sampling_params import SamplingParams
+from tetrad.frontend.generation_config import GenerationConfig
+from tetrad.frontend.llm_engine import LLMEngine
+from tetrad.frontend.outputs import RequestOutput
+from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.errors import ConfigError, RequestError
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -128,7 +129,10 @@ def _sampling(parsed: argparse.Namespace) -> SamplingParams:
         "logit_bias": parsed.logit_bias,
         "ignore_eos": parsed.ignore_eos or None,
     }
-    return SamplingParams(**given, **{name: value for name, value in optional.items() if value is not None})
+    given |= {name: value for name, value in optional.items() if value is not None}
+    # what no flag says is as the model's generation_config.json has it
+    defaults = GenerationConfig.load(engine_args(parsed.parser, parsed)).sampling_params
+    return dataclasses.replace(defaults, **given)
 
 
 def _ids(text: str | None, flag: str) -> list[int] | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tetrad.cache.spec import CacheSpec, format_bytes
 from tetrad.cli.flags import add_engine_flags, engine_args
-from tetrad.engine.config import EngineConfig
+from tetrad.config.engine_config import EngineConfig
 from tetrad.errors import ConfigError
 from tetrad.geometry import IndexDtype
 from tetrad.models.checkpoint.tensors import expected_tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,8 +28,8 @@ class Drawn:
 class Runner(Protocol):
     """What the core needs of whoever carries out its plans."""
 
-    def execute(self, plan: StepPlan, sequences: SequenceOf[Sequence]) -> list[Drawn]:
-        """Run one step; one result for each segment with wanted rows, in order. ``sequences``: of the segments."""
+    def execute(self, plan: StepPlan) -> list[Drawn]:
+        """Run one step; one result for each segment with wanted rows, in order."""
         ...
 
 
@@ -94,21 +93,30 @@ class EngineCore:
             plan = self.scheduler.schedule()
             sequences = self.scheduler.chosen
             if plan.segments:
-                self._commit(plan, sequences, self.runner.execute(plan, sequences))
+                self._commit(plan, sequences, self.runner.execute(plan))
         except DeviceLostError as error:
             self._end_all(str(error))
         except Exception as error:
             self._failed(error)
         self._unsettled = False
+        return self._hand_over()
+
+    def _hand_over(self) -> list[Tokens]:
         reports = [_report(sequence) for sequence in self._touched.values()]
+        for sequence in self._touched.values():
+            sequence.reported = len(sequence.output)
         self._touched = {}
         return reports
 
     def _settle(self) -> None:
-        """An interrupt has left a step somewhere: start anew from what is certain."""
-        if self._unsettled:
-            self.scheduler.restart()
-            self._unsettled = False
+        """An interrupt has left a step somewhere: start anew from what is certain, the tokens."""
+        if not self._unsettled:
+            return
+        for sequence in self.scheduler.sequences.values():
+            if sequence.settle():
+                self._touched[sequence.number] = sequence
+        self.scheduler.restart()
+        self._unsettled = False
 
     def _commit(self, plan: StepPlan, sequences: list[Sequence], drawn: list[Drawn]) -> None:
         drawing = [sequence for sequence, part in zip(sequences, plan.segments, strict=True) if part.wanted]
@@ -151,7 +159,7 @@ class EngineCore:
 
 def _report(sequence: Sequence) -> Tokens:
     """What the front end does not know yet."""
-    new, sequence.reported = sequence.reported, len(sequence.output)
+    new = sequence.reported
     return Tokens(
         number=sequence.number,
         token_ids=tuple(sequence.output[new:]),
@@ -159,4 +167,5 @@ def _report(sequence: Sequence) -> Tokens:
         finish_reason=sequence.finish_reason,
         error=sequence.error,
         preemptions=sequence.preemptions,
+        started=sequence.started,
     )

@@ -80,7 +80,7 @@ class Tokens:
     """What a sequence has got since the last message about it.
 
     logprobs: one for each token, or none at all; finish_reason: None while it runs; error: why it failed; preemptions:
-    how often it was computed anew so far.
+    how often it was computed anew so far; started: when the first of its tokens was computed, by ``time.monotonic``.
     """
 
     number: int
@@ -89,3 +89,4 @@ class Tokens:
     finish_reason: FinishReason | None = None
     error: str | None = None
     preemptions: int = 0
+    started: float | None = None

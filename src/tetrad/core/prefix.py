@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tetrad.core.messages import Add, AddSequence, Sampling
 from tetrad.core.sequence import Sequence, Status
 
@@ -46,3 +48,7 @@ class SharedPrefixes:
     def waiting_for(self, prefix: Sequence) -> list[int]:
         """The numbers of the sequences that wait for a prefix."""
         return [number for number, other in self._prefix_of.items() if other is prefix]
+
+    def keep(self, sequences: Collection[int]) -> None:
+        """Forget all waiting but of these numbers."""
+        self._prefix_of = {number: prefix for number, prefix in self._prefix_of.items() if number in sequences}

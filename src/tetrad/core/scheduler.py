@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -137,7 +138,9 @@ class Scheduler:
             self.running.append(sequence)
             step.admissions.append(sequence.admission())
             if prefix is not None:
+                sequence.started = sequence.started or prefix.started
                 self._fork(sequence, prefix, step)
+            sequence.started = sequence.started or time.monotonic()
             grown = self._grow(sequence, count, step)
             assert grown, "blocks were promised by can_admit"
             step.counts[sequence.order] = (sequence, count)
@@ -215,6 +218,7 @@ class Scheduler:
         for sequence in self.running:
             sequence.preemptions += 1
         unfinished = [sequence for sequence in self.sequences.values() if sequence.status is not Status.FINISHED]
+        self.prefixes.keep({sequence.number for sequence in unfinished})
         wanted = [sequence for sequence in unfinished if sequence.draws or self.prefixes.waiting_for(sequence)]
         wanted.sort(key=lambda sequence: sequence.order)
         for sequence in wanted:

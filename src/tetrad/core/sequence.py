@@ -27,7 +27,7 @@ class Sequence:
 
     computed: tokens whose keys are in the caches; request: its row in the request table while it runs; blocks: its
     block table; failures: steps in a row that an exception ended; reported: output tokens that the front end knows;
-    on_device: whether the request table has its last token.
+    started: when the first of its tokens was computed; on_device: whether the request table has its last token.
     """
 
     added: AddSequence
@@ -44,6 +44,7 @@ class Sequence:
     reported: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    started: float | None = None
     on_device: bool = False
     _decode: Segment | None = None
 
@@ -100,17 +101,23 @@ class Sequence:
     def append(self, token_ids: SequenceOf[int], logprobs: SequenceOf[TokenLogprobs]) -> None:
         """Take drawn tokens, up to one that ends the output. The last of them is in the request table."""
         self.on_device = True
-        self.logprobs.extend(logprobs[: len(token_ids)])
-        for token_id in token_ids:
+        for place, token_id in enumerate(token_ids):
+            if logprobs:
+                self.logprobs.append(logprobs[place])
             self.output.append(token_id)
-            count = len(self.output)
-            if count > self.added.sampling.min_tokens and token_id in self.added.stop_token_ids:
-                self.finish("stop")
-            elif count >= self.added.max_tokens:
-                self.finish("length")
-            if self.finish_reason is not None:
-                break
-        del self.logprobs[len(self.output) :]
+            if self.settle():
+                return
+
+    def settle(self) -> bool:
+        """Finish it if its last token ends the output. Whether it is finished, however often it is asked."""
+        count, added = len(self.output), self.added
+        # an interrupt may have come between a token and its log probabilities
+        del self.logprobs[count:]
+        if count > added.sampling.min_tokens and self.output[-1] in added.stop_token_ids:
+            self.finish("stop")
+        elif self.draws and count >= added.max_tokens:
+            self.finish("length")
+        return self.status is Status.FINISHED
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Mark it as finished; what it holds is the scheduler's to free."""

@@ -328,7 +328,8 @@ def make_document(
     `depth` (0 to 1) is where the facts asked for stand, None for everywhere; `facts` is the number of facts
     (`default_facts` unless given, and never fewer than the questions need). Raises ValueError if the facts do not fit.
     """
-    rng = random.Random(seed)
+    # a negative number would count by its absolute value
+    rng = random.Random(seed if seed >= 0 else str(seed))
     plan = make_plan(rng, questions, default_facts(tokens) if facts is None else facts, kinds)
     text, offsets = lay_out(rng, plan, tokens, depth)
     asked = tuple(

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tetrad.engine.args import EngineArgs
-from tetrad.engine.llm_engine import LLMEngine
-from tetrad.engine.sampling_params import SamplingParams
-from tetrad.engine.selection_recorder import SelectionRecorder
+from tetrad.config.args import EngineArgs
+from tetrad.frontend.llm_engine import LLMEngine
+from tetrad.frontend.sampling_params import SamplingParams
+from tetrad.frontend.selection_recorder import SelectionRecorder
 from tetrad.errors import ConfigError
 from tetrad.eval.documents import KINDS, STOP, Document, Question, make_document
 

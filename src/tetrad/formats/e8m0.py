@@ -7,6 +7,8 @@ ends are not: byte 0 is 2^-127, which fp32 holds as a subnormal, and byte 255 sh
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ NAN_BYTE = 255
 _MANTISSA_BITS = 23
 _MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
 _MAGNITUDE_MASK = 0x7FFFFFFF
+_INFINITY = 0x7F800000
 _TOP_MANTISSA_BIT = 1 << (_MANTISSA_BITS - 1)
 
 
@@ -39,12 +42,17 @@ def decode(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
     :param scales: e8m0 bytes as :func:`as_bytes` takes them
     """
-    exponent = as_bytes(scales).to(torch.int32)
+    return _numbers(scales.device)[as_bytes(scales).int()].to(dtype)
+
+
+@functools.cache
+def _numbers(device: torch.device) -> Tensor:
+    """fp32 [256], what each byte stands for."""
+    exponent = torch.arange(256, dtype=torch.int32, device=device)
     # at either end the right number has exactly one bit more than the shift gives: 2^-127 is the top bit of a
     # subnormal's mantissa, and the same bit makes a quiet NaN out of infinity
     at_an_end = ((exponent == 0) | (exponent == NAN_BYTE)).to(torch.int32)
-    bits = (exponent << _MANTISSA_BITS) | (at_an_end * _TOP_MANTISSA_BIT)
-    return bits.view(torch.float32).to(dtype)
+    return ((exponent << _MANTISSA_BITS) | (at_an_end * _TOP_MANTISSA_BIT)).view(torch.float32)
 
 
 def reciprocal(scales: Tensor) -> Tensor:
@@ -70,12 +78,9 @@ def encode_ceil(values: Tensor) -> Tensor:
     """
     if values.dtype != torch.float32:
         raise TypeError(f"encode_ceil reads fp32 bits, it cannot take {values.dtype}")
-    bits = values.detach().view(torch.int32) & _MAGNITUDE_MASK
-    exponent = bits >> _MANTISSA_BITS
-    mantissa = bits & _MANTISSA_MASK
+    bits = (values.detach().view(torch.int32) & _MAGNITUDE_MASK).clamp_max_(_INFINITY)
     # a subnormal is at most 2^-127 up to this mantissa
-    exact = torch.where(exponent == 0, _TOP_MANTISSA_BIT, 0)
-    return (exponent + (mantissa > exact).to(torch.int32)).clamp_(max=NAN_BYTE).to(torch.uint8)
+    return torch.where(bits <= _TOP_MANTISSA_BIT, 0, (bits + _MANTISSA_MASK) >> _MANTISSA_BITS).to(torch.uint8)
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -45,10 +45,12 @@ class Attention(nn.Module, Generic[Cache]):
         rotation = self.rotation(metadata)
 
         q_latent = rms_norm(self.wq_a(x), self.q_norm.weight, eps)
-        query = self.wq_b(q_latent).unflatten(1, (config.num_attention_heads, config.head_dim))
-        query = apply_rotary(rms_norm(query, None, eps), *rotation)
-        key = apply_rotary(rms_norm(self.wkv(x), self.kv_norm.weight, eps), *rotation)
-        write_kv_entries(key, cache.window, window.own)
+        query = rms_norm(self.wq_b(q_latent).unflatten(1, (-1, config.head_dim)), None, eps)
+        key = rms_norm(self.wkv(x), self.kv_norm.weight, eps)
+        query, key = apply_rotary(torch.cat((query, key.unsqueeze(1)), dim=1), *rotation).split(
+            (query.shape[1], 1), dim=1
+        )
+        write_kv_entries(key.squeeze(1), cache.window, window.own)
         compressed = self.compressed(x, q_latent, metadata, cache)
 
         scale = config.head_dim**-0.5

@@ -104,7 +104,7 @@ class DeepseekV4(nn.Module):
         indexer_options: IndexerOptions = DEFAULT_OPTIONS,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.indexer_options = config, indexer_options
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = nn.ModuleList(
             Layer(config, index, dtype, quant, indexer_options) for index in range(config.num_hidden_layers)
@@ -119,7 +119,9 @@ class DeepseekV4(nn.Module):
 
     def metadata(self, rows: Rows) -> Metadata:
         """The step's metadata, to be built once and given to ``forward``."""
-        return Metadata.build(rows, self.config, self.window_frequencies, self.compress_frequencies)
+        return Metadata.build(
+            rows, self.config, self.window_frequencies, self.compress_frequencies, plan=self.indexer_options.plan
+        )
 
     @torch.no_grad()
     def forward(self, metadata: Metadata, caches: Sequence[LayerCache]) -> Tensor:

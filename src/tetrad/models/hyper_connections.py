@@ -6,6 +6,7 @@ stream (weights ``post``) and the streams are mixed among themselves by a doubly
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -37,11 +38,17 @@ def mix_weights(
     + base). streams: [R, N, D]; fn: fp32 [2N + N^2, N D]; scale: fp32 [3]; base: fp32 [2N + N^2].
     """
     count = streams.shape[1]
-    mixes = _mixes(streams, fn, norm_eps)
-    pre = sigmoid(mixes[:, :count] * scale[0] + base[:count]) + hc_eps
-    post = 2.0 * sigmoid(mixes[:, count : 2 * count] * scale[1] + base[count : 2 * count])
-    comb = (mixes[:, 2 * count :] * scale[2] + base[2 * count :]).unflatten(1, (count, count))
-    return MixWeights(pre, post, sinkhorn(comb, hc_eps, sinkhorn_iters))
+    mixes = _mixes(streams, fn, norm_eps) * scale[_scale_of_mix(count, scale.device)] + base
+    gates, comb = mixes.split((2 * count, count * count), dim=1)
+    pre, post = sigmoid(gates).split(count, dim=1)
+    comb = sinkhorn(comb.unflatten(1, (count, count)), hc_eps, sinkhorn_iters)
+    return MixWeights(pre + hc_eps, 2.0 * post, comb)
+
+
+@functools.cache
+def _scale_of_mix(count: int, device: torch.device) -> Tensor:
+    """int64 [2N + N^2]: which of the three scales a mix is multiplied by."""
+    return torch.tensor([0] * count + [1] * count + [2] * count**2, dtype=torch.int64, device=device)
 
 
 def sinkhorn(logits: Tensor, eps: float, iterations: int) -> Tensor:
@@ -49,26 +56,32 @@ def sinkhorn(logits: Tensor, eps: float, iterations: int) -> Tensor:
 
     ``iterations`` counts the column normalisations. Every denominator has ``eps`` added, the softmax ``eps`` as well.
     """
-    # in place, for a step spends more launches here than anywhere else
-    comb = torch.exp(logits - logits.amax(-1, keepdim=True))
+    # In place, for a step spends more launches here than anywhere else. A row of eps below each matrix is the last term
+    # of the sums of its columns.
+    count = logits.shape[-1]
+    columns = logits.new_full((logits.shape[0], count + 1, count), eps)
+    comb = columns[:, :count]
+    torch.exp(logits - logits.amax(-1, keepdim=True), out=comb)
     comb.div_(comb.sum(-1, keepdim=True)).add_(eps)
-    comb.div_(comb.sum(-2, keepdim=True).add_(eps))
+    comb.div_(columns.sum(-2, keepdim=True))
     for _ in range(iterations - 1):
         comb.div_(comb.sum(-1, keepdim=True).add_(eps))
-        comb.div_(comb.sum(-2, keepdim=True).add_(eps))
+        comb.div_(columns.sum(-2, keepdim=True))
     return comb
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """The sub-layer's input: sum_j pre_j X_j in fp32, cast to the dtype of the streams; [R, D]."""
-    return ordered_sum([pre[:, j, None] * streams[:, j].float() for j in range(streams.shape[1])]).to(streams.dtype)
+    terms = zip(pre.unsqueeze(-1).unbind(1), streams.float().unbind(1), strict=True)
+    return ordered_sum([weight * stream for weight, stream in terms]).to(streams.dtype)
 
 
 def expand(streams: Tensor, output: Tensor, weights: MixWeights) -> Tensor:
     """The new streams: X'_k = post_k o + sum_j comb_jk X_j (over the *first* index), in fp32; [R, N, D]."""
     result = weights.post.unsqueeze(-1) * output.float().unsqueeze(1)
-    for j in range(streams.shape[1]):
-        result = result + weights.comb[:, j, :, None] * streams[:, j, None].float()
+    terms = zip(weights.comb.unsqueeze(-1).unbind(1), streams.float().unsqueeze(2).unbind(1), strict=True)
+    for comb, stream in terms:
+        result = result + comb * stream
     return result.to(streams.dtype)
 
 

@@ -20,11 +20,14 @@ from tetrad.ops import index_topk, quantize_index_query, write_pooled_index_keys
 class IndexerOptions:
     """How the indexer is run: bytes of scores held at a time (0 is unlimited), and whether keys are rotated.
 
+    ``plan``: whether the scorer's back end makes use of a plan.
+
     The model was trained with the Hadamard rotation; leaving it out only serves to measure what it is worth.
     """
 
     logits_budget_bytes: int = 2048 << 20
     hadamard: bool = True
+    plan: bool = True
 
 
 DEFAULT_OPTIONS = IndexerOptions()

@@ -45,8 +45,8 @@ class Rows:
     """R rows. Those of one request are adjacent and ascending.
 
     token: int64 [R]; request: int32 [R], its row in the block table, -1 for padding; position: int64 [R], 0 for
-    padding; first: int64 [R], the position of the request's first row in this step; count: int32 [R], its rows in this step;
-    wanted: int64 [S], rows whose logits are computed, -1 for padding; block_table: int32 [requests, width].
+    padding; first: int64 [R], the position of the request's first row in this step; count: int32 [R], its rows in this
+    step; wanted: int64 [S], rows whose logits are computed, -1 for padding; block_table: int32 [requests, width].
     """
 
     token: Tensor
@@ -168,18 +168,23 @@ class Metadata:
     indexer_plan: IndexerPlan | None
 
     @classmethod
-    def build(cls, rows: Rows, config: ModelConfig, window_frequencies: Tensor, frequencies: Tensor) -> Metadata:
-        """Work out a step's metadata. The frequencies are those of ``models.rotary.inverse_frequencies``."""
+    def build(
+        cls, rows: Rows, config: ModelConfig, window_frequencies: Tensor, frequencies: Tensor, *, plan: bool = True
+    ) -> Metadata:
+        """Work out a step's metadata. The frequencies are those of ``models.rotary.inverse_frequencies``.
+
+        plan: whether the scorer's back end makes use of the indexer's plan.
+        """
         csa = CompressedMetadata.build(rows, CSA_RATIO, frequencies) if CSA_RATIO in config.compress_ratios else None
         hca = CompressedMetadata.build(rows, config.hca_ratio, frequencies) if config.hca_ratio else None
-        plan = None
-        if csa is not None and csa.width > config.index_topk:
-            plan = plan_indexer(rows.request, csa.visible, width=csa.width)
+        indexer_plan = None
+        if plan and csa is not None and csa.width > config.index_topk:
+            indexer_plan = plan_indexer(rows.request, csa.visible, width=csa.width)
         return cls(
             rows=rows,
             rotation=Rotation(*angles(rows.position, frequencies)),
             window=WindowMetadata.build(rows, config.sliding_window, window_frequencies),
             csa=csa,
             hca=hca,
-            indexer_plan=plan,
+            indexer_plan=indexer_plan,
         )

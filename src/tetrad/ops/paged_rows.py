@@ -3,7 +3,6 @@ together."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tetrad.geometry import PageLayout, data_rows, scale_rows, split_slots
@@ -34,18 +33,14 @@ def gather_rows(pages: Tensor, slots: Tensor, layout: PageLayout) -> tuple[Tenso
     :param slots: int64 [...]
     :raises IndexError: if a slot lies behind the last page
     """
-    shape, flat = slots.shape, slots.flatten()
-    data = _gather(data_rows(pages, layout), flat, layout).view(*shape, layout.data_row_bytes)
-    if not layout.scale_row_bytes:
-        return data, None
-    return data, _gather(scale_rows(pages, layout), flat, layout).view(*shape, layout.scale_row_bytes)
-
-
-def _gather(rows: Tensor, slots: Tensor, layout: PageLayout) -> Tensor:
-    if rows.shape[0] == 0:
+    if pages.shape[0] == 0:
         # no page: nothing but negative slots can be asked for
         if slots.numel() and bool((slots >= 0).any()):
             raise IndexError("a slot was asked for, but there are no pages")
-        return torch.zeros((slots.numel(), rows.shape[2]), dtype=torch.uint8, device=rows.device)
+        pages = pages.new_zeros((1, pages.shape[1]))
+    absent = (slots < 0).unsqueeze(-1)
     page, entry = split_slots(slots.clamp_min(0), layout)
-    return rows[page, entry].masked_fill_((slots < 0).unsqueeze(-1), 0)
+    data = data_rows(pages, layout)[page, entry].masked_fill_(absent, 0)
+    if not layout.scale_row_bytes:
+        return data, None
+    return data, scale_rows(pages, layout)[page, entry].masked_fill_(absent, 0)

@@ -15,9 +15,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) 
     rope = 2 * cos.shape[-1]
     shape = (cos.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[1],)
     cos, sin = cos.view(shape), sin.view(shape)
-    if inverse:
-        sin = -sin
-    pairs = x[..., x.shape[-1] - rope :].float().unflatten(-1, (-1, 2))
-    a, b = pairs[..., 0], pairs[..., 1]
-    rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-    return torch.cat((x[..., : x.shape[-1] - rope], rotated.to(x.dtype)), dim=-1)
+    plain, turned = x.split((x.shape[-1] - rope, rope), dim=-1)
+    a, b = turned.float().unflatten(-1, (-1, 2)).unbind(-1)
+    pair = (a * cos + b * sin, b * cos - a * sin) if inverse else (a * cos - b * sin, a * sin + b * cos)
+    return torch.cat((plain, torch.stack(pair, dim=-1).flatten(-2).to(x.dtype)), dim=-1)

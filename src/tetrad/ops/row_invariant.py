@@ -38,7 +38,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.shape[0]
     if missing := -x.shape[1] % INNER_MULTIPLE:
         x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
-    return F.linear(pad_rows(x), weight)[:rows]
+    product = F.linear(pad_rows(x), weight)
+    return product if product.shape[0] == rows else product[:rows]
 
 
 def batched_product(a: Tensor, b: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def ordered_sum(terms: Sequence[Tensor]) -> Tensor:
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e^-x) from ``exp``, which rounds alike everywhere in a tensor; x is fp32."""
-    return 1.0 / (1.0 + torch.exp(-x))
+    return torch.exp(-x).add_(1.0).reciprocal_()
 
 
 def silu(x: Tensor) -> Tensor:

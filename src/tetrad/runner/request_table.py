@@ -44,8 +44,9 @@ class RequestTable:
     def __init__(self, *, requests: int, max_model_len_blocks: int, step_rows: int, device: torch.device) -> None:
         self.device = device
         self.block_table = torch.zeros((requests, max_model_len_blocks), dtype=torch.int32, device=device)
-        self.length = torch.zeros(requests, dtype=torch.int64, device=device)
-        self.last_token = torch.zeros(requests, dtype=torch.int64, device=device)
+        # one more, which padding rows write to
+        self.length = torch.zeros(requests + 1, dtype=torch.int64, device=device)
+        self.last_token = torch.zeros(requests + 1, dtype=torch.int64, device=device)
         self._buffer = _Buffer(_FIELDS * bucket_rows(step_rows, device.type, chunks=True) + step_rows, device)
 
     def apply(self, plan: StepPlan) -> Rows:
@@ -87,15 +88,18 @@ class RequestTable:
             shape=shape,
         )
 
-    def advance(self, requests: Sequence[int], lengths: Sequence[int]) -> None:
-        """Set how many tokens of some requests are computed."""
-        at, values = torch.tensor([requests, lengths], dtype=torch.int64).to(self.device)
-        self.length[at] = values
+    def advance(self, rows: Rows, accepted: Tensor | None = None) -> None:
+        """Count a step's rows as computed: all of them, or of each row's request so many, int64 [R]."""
+        self.length[self._at(rows.request)] = rows.first + (rows.count if accepted is None else accepted)
 
-    def draw(self, requests: Sequence[int], tokens: Sequence[int]) -> None:
-        """Set the tokens that some requests have drawn last."""
-        at, values = torch.tensor([requests, tokens], dtype=torch.int64).to(self.device)
-        self.last_token[at] = values
+    def draw(self, drawn: Sequence[tuple[int, int]]) -> None:
+        """Set the tokens that some requests have drawn last: (request, token)."""
+        request, token = torch.tensor(drawn, dtype=torch.int64).to(self.device).view(-1, 2).unbind(1)
+        self.last_token[request] = token
+
+    def _at(self, request: Tensor) -> Tensor:
+        """Where rows of these requests are written to: padding to one behind all others."""
+        return torch.where(request < 0, len(self.block_table), request)
 
 
 def step_shape(plan: StepPlan, device_type: str) -> StepShape:

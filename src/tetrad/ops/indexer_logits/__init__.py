@@ -11,7 +11,7 @@ from tetrad.ops.arguments import check_output, check_pages, check_tensor, check_
 from tetrad.ops.backends import Problem, backend_module
 from tetrad.ops.plan_indexer import IndexerPlan
 
-__all__ = ["check_indexer_arguments", "indexer_logits"]
+__all__ = ["check_indexer_arguments", "indexer_logits", "uses_plan"]
 
 _INDEX_DTYPES = {
     torch.uint8: IndexDtype.FP4,
@@ -136,3 +136,9 @@ def check_indexer_arguments(
     if out is not None:
         check_output("out", out, torch.float32, rows, width, "rows, width", device)
     return layout
+
+
+def uses_plan(device: torch.device, index_dtype: IndexDtype, head_dim: int, heads: int) -> bool:
+    """Whether the back end that scores these keys on this device makes use of a plan; else none need be made."""
+    backend = backend_module("indexer_logits", device, Problem(str(index_dtype), head_dim, heads))
+    return getattr(backend, "USES_PLAN", True)

@@ -24,6 +24,8 @@ from tetrad.ops.plan_indexer.plan import BLOCK, IndexerPlan
 from tetrad.ops.row_invariant import ROW_MULTIPLE
 from tetrad.ops.temporaries import temporary_bytes
 
+USES_PLAN = False
+
 _CHUNK_BYTES = 16 << 20
 """Bytes of temporaries that are aimed at; changes no result. Many more are slower: they leave the CPU's cache."""
 

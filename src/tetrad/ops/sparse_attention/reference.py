@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tetrad.geometry import PagedKV, entry_slots
 from tetrad.ops.kv_entries import read_kv_entries
-from tetrad.ops.row_invariant import batched_product
+from tetrad.ops.row_invariant import batched_product, ordered_sum
 from tetrad.ops.temporaries import temporary_bytes
 
 if TYPE_CHECKING:
@@ -41,13 +41,15 @@ def sparse_attention(
     bit, so the number of blocks that other rows need does not matter. The size of a block follows from the width of
     the slots alone.
     """
-    keys = [_Chosen(window, window_slots)]
+    keys: list[_Chosen | _All] = [_Chosen(window, window_slots, (window_slots >= 0).sum(1))]
     if compressed is not None and compressed_slots is not None:
-        chosen = isinstance(compressed_slots, Tensor)
-        keys.append(_Chosen(compressed, compressed_slots) if chosen else _All(compressed, compressed_slots))
+        if isinstance(compressed_slots, Tensor):
+            keys.append(_Chosen(compressed, compressed_slots, (compressed_slots >= 0).sum(1)))
+        else:
+            keys.append(_All(compressed, compressed_slots))
     _, heads, dim = q.shape
     out = torch.zeros_like(q)
-    seeing = torch.stack([part.count() > 0 for part in keys]).any(0).nonzero().squeeze(1)
+    seeing = ordered_sum([part.count for part in keys]).nonzero().squeeze(1)
     if not len(seeing):
         return out
     widest = max(part.block for part in keys)
@@ -59,25 +61,27 @@ def sparse_attention(
 
 def _attend(q: Tensor, sinks: Tensor, parts: list[_Chosen | _All], scale: float) -> Tensor:
     query = q.float()
-    count, heads, dim = query.shape
-    largest = query.new_full((count, heads, 1), float("-inf"))
-    total = query.new_zeros((count, heads, 1))
-    value = query.new_zeros((count, heads, dim))
+    largest = total = value = None
     for part in parts:
         # on the host: what no row of these sees is not even looked up
-        for offset in range(0, int(part.count().max()), part.block):
+        for offset in range(0, int(part.count.max()), part.block):
             keys, seen = _read(part.cache, part.slots(offset), q.dtype)
             score = batched_product(query, keys.transpose(1, 2)) * scale
             score = score.masked_fill(~seen.unsqueeze(1), float("-inf"))
-            new_largest = torch.maximum(largest, score.amax(-1, keepdim=True))
+            block_largest = score.amax(-1, keepdim=True)
+            new_largest = block_largest if largest is None else torch.maximum(largest, block_largest)
             # a row that has seen no key yet keeps -inf; exp(-inf - 0) is the 0 that it needs, -inf - -inf is not
             shift = new_largest.masked_fill(new_largest == float("-inf"), 0.0)
             weight = torch.exp(score - shift)
-            rescale = torch.exp(largest - shift)
-            total = total * rescale + weight.sum(-1, keepdim=True)
-            value = value * rescale + batched_product(weight, keys)
+            block_total, block_value = weight.sum(-1, keepdim=True), batched_product(weight, keys)
+            if largest is None or total is None or value is None:
+                total, value = block_total, block_value
+            else:
+                rescale = torch.exp(largest - shift)
+                total, value = total * rescale + block_total, value * rescale + block_value
             largest = new_largest
-    sink = torch.exp(sinks.float().view(1, heads, 1) - largest)
+    assert largest is not None and total is not None and value is not None, "these rows see a key"
+    sink = torch.exp(sinks.float().view(1, -1, 1) - largest)
     return (value / (total + sink)).to(q.dtype)
 
 
@@ -90,20 +94,18 @@ def _read(cache: PagedKV, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Keys by their slots, int64 [R, width]."""
+    """Keys by their slots, int64 [R, width], and how many a row has."""
 
     cache: PagedKV
     all_slots: Tensor
+    count: Tensor
 
     @property
     def block(self) -> int:
         return min(_KEY_BLOCK, -(-max(self.all_slots.shape[1], 1) // _BLOCK_STEP) * _BLOCK_STEP)
 
     def of(self, rows: Tensor) -> _Chosen:
-        return _Chosen(self.cache, self.all_slots[rows])
-
-    def count(self) -> Tensor:
-        return (self.all_slots >= 0).sum(1)
+        return _Chosen(self.cache, self.all_slots[rows], self.count[rows])
 
     def slots(self, offset: int) -> Tensor:
         slots = self.all_slots[:, offset : offset + self.block]
@@ -126,6 +128,7 @@ class _All:
         some = type(history)(history.block_tables, history.row_request[rows], history.end[rows], history.width)
         return _All(self.cache, some)
 
+    @property
     def count(self) -> Tensor:
         return self.history.end
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tetrad.engine.outputs import Logprob
-from tetrad.engine.sampling_params import SamplingParams
-from tetrad.engine.token_counts import TokenCounts
-from tetrad.engine.tokenizer import Tokenizer
+from tetrad.core.messages import Sampling, TokenLogprobs
+from tetrad.runner.token_counts import TokenCounts
 
 # Rows are worked on by about this many logits at a time, to bound the memory of the fp64 copies (16 MiB each).
 _CHUNK_LOGITS = 1 << 21
@@ -28,14 +26,14 @@ class SamplingRow:
     that came since the last token, so that a long output costs no more per token than a short one.
 
     Attributes:
-        params: checked parameters; their token ids are within the vocabulary.
+        params: checked numbers; their token ids are within the vocabulary.
         prompt_token_ids: the prompt.
         output_token_ids: what was generated before this row.
-        seed: the key of the request's random stream, from ``resolve_seed``.
+        seed: the key of the request's random stream: 0 <= seed < 2**128.
         output_index: number of the token to be drawn, from 0; None means ``len(output_token_ids)``.
     """
 
-    params: SamplingParams
+    params: Sampling
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     seed: int
@@ -84,12 +82,12 @@ class SampledToken:
 
     Attributes:
         token_id: the token, -1 where there is an error.
-        logprobs: None unless asked for; the likeliest tokens first, the sampled one always among them.
+        logprobs: None unless asked for.
         error: why no token could be chosen, for the request to end with; other rows are not touched by it.
     """
 
     token_id: int
-    logprobs: dict[int, Logprob] | None = None
+    logprobs: TokenLogprobs | None = None
     error: str | None = None
 
 
@@ -115,14 +113,10 @@ class Sampler:
 
     Args:
         vocab_size: V, at most 2**30.
-        eos_token_ids: the model's end-of-sequence ids.
-        tokenizer: for the texts of ``Logprob``.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int] = (), tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._tokenizer = tokenizer
         self._one = 2.0 ** (62 - vocab_size.bit_length())  # the integer weight of the likeliest token
 
     @torch.inference_mode()
@@ -194,7 +188,7 @@ class Sampler:
             if params.logit_bias:
                 biased.add(number, list(params.logit_bias), list(params.logit_bias.values()))
             if row.must_go_on:
-                excluded.add(number, sorted({*self._eos_token_ids, *params.stop_token_ids}), -math.inf)
+                excluded.add(number, params.end_token_ids, -math.inf)
         for cells, change in (
             (repeated, lambda logit, value: torch.where(logit > 0, logit / value, logit * value)),
             (penalised, torch.sub),
@@ -277,10 +271,10 @@ class Sampler:
         rows: Sequence[SamplingRow],
         chosen: Sequence[int],
         errors: Sequence[str | None],
-    ) -> dict[int, dict[int, Logprob]]:
+    ) -> dict[int, TokenLogprobs]:
         """By row number, for the rows that ask for them."""
         asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None and errors[i] is None]
-        result: dict[int, dict[int, Logprob]] = {}
+        result: dict[int, TokenLogprobs] = {}
         for part in self._chunks(asking):
             raw = logits[torch.tensor(part, device=logits.device)]
             values = torch.log_softmax(raw, dim=-1)
@@ -292,17 +286,15 @@ class Sampler:
             found = _likeliest(raw, counts, values) if any(counts) else [((), ())] * len(part)
             own_values = values.gather(-1, ids).squeeze(-1).tolist()
             for i, count, own_value, rank, tops in zip(part, counts, own_values, ranks.tolist(), found, strict=True):
-                entries: dict[int, Logprob] = {}
+                entries: list[tuple[int, float, int]] = []
                 for place, (token_id, value) in enumerate(zip(*tops, strict=True)):
                     if place == count or value == -math.inf:
                         break
-                    entries[int(token_id)] = Logprob(float(value), place + 1, self._decode(int(token_id)))
-                entries.setdefault(chosen[i], Logprob(own_value, rank, self._decode(chosen[i])))
-                result[i] = entries
+                    entries.append((int(token_id), float(value), place + 1))
+                if chosen[i] not in [token_id for token_id, _, _ in entries]:
+                    entries.append((chosen[i], own_value, rank))
+                result[i] = TokenLogprobs(tuple(entries))
         return result
-
-    def _decode(self, token_id: int) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode_token(token_id)
 
 
 def uniform(seed: int, index: int) -> float:

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from tetrad.engine.tokenizer import Tokenizer, require_tokenizer
+from tetrad.frontend.tokenizer import Tokenizer, require_tokenizer
 
 _REPLACEMENT = "\ufffd"
 # Tokens of the prompt that the first generated ones are decoded behind. One visible token is enough to keep the space

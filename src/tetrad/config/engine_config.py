@@ -16,7 +16,7 @@ import torch
 
 from tetrad import bundled
 from tetrad.cache.spec import CacheSizes, CacheSpec, format_bytes
-from tetrad.engine.args import EngineArgs
+from tetrad.config.args import EngineArgs
 from tetrad.errors import ConfigError
 from tetrad.geometry import IndexDtype, KVDtype, blocks_for, check_block_size, window_blocks_bound
 from tetrad.models.config import ModelConfig

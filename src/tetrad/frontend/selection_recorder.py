@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from tetrad.engine.llm_engine import LLMEngine
+from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.models.config import LayerKind
 from tetrad.models.step import AttentionMetadata
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
+import torch
 from tokenizers import decoders
 
 from tetrad.errors import ConfigError, RequestError
@@ -28,9 +31,9 @@ class Tokenizer:
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._bytes_of_token: dict[int, bytes] = {}
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
-        self.largest_token_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
+        self.is_byte_level: bool = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self.largest_token_id: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @classmethod
     def load(cls, folder: str | Path, vocab_size: int | None = None) -> Tokenizer | None:
@@ -65,8 +68,10 @@ class Tokenizer:
         """The ids of a text.
 
         Raises:
-            RequestError: the text holds a lone surrogate, which no encoding of characters has.
+            RequestError: it is no text, or holds a lone surrogate, which no encoding of characters has.
         """
+        if not isinstance(text, str):
+            raise RequestError(f"the tokenizer encodes one text, not {type(text).__name__}; encode several one by one")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -75,9 +80,21 @@ class Tokenizer:
             ) from error
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids. Bytes that make no character are U+FFFD; ids without a token give nothing."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+    def decode(
+        self, token_ids: int | Sequence[int] | np.ndarray | torch.Tensor, *, skip_special_tokens: bool = True
+    ) -> str:
+        """The text of the ids. Bytes that make no character are U+FFFD; ids without a token give nothing.
+
+        Raises:
+            RequestError: they are no token ids.
+        """
+        try:
+            ids: list[Any] = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError) as error:
+            raise RequestError(
+                f"the tokenizer decodes token ids, integers from 0 to 2**32 - 1, not {reprlib.repr(token_ids)}"
+            ) from error
 
     def decode_token(self, token_id: int) -> str:
         """One token's text alone, that of a special token included."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,22 @@ def _option(default: Any, text: str, **details: Any) -> Any:
 class EngineArgs:
     """The engine's options, as given; ``EngineConfig.resolve`` checks them and fills in what is left open."""
 
-    model: str | Path = _option(
-        "", "folder of the checkpoint; bundled is the small model of this package", aliases=("--model-path",)
+    model: str | Path = field(
+        default="",
+        kw_only=False,
+        metadata={
+            "help": "folder of the checkpoint; bundled is the small model of this package",
+            "aliases": ("--model-path",),
+        },
     )
     tokenizer: str | Path | None = _option(
         None, "folder of tokenizer.json, where it is not the model's", metavar="FOLDER"
+    )
+    generation_config: str | Path = _option(
+        "auto",
+        "where generation_config.json gives further end tokens and sampling defaults: auto is the model's folder, none "
+        "reads no such file",
+        metavar="FOLDER",
     )
     device: str = _option("auto", "auto (cuda where there is one), cpu, cuda or cuda:N")
     dtype: str = _option(
@@ -74,3 +86,7 @@ class EngineArgs:
     seed: int | None = _option(
         None, "makes requests without a seed of their own repeatable (in the order they come), and dummy weights"
     )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.hf_overrides, dict):  # the caller goes on using its own
+            object.__setattr__(self, "hf_overrides", copy.deepcopy(self.hf_overrides))

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from tetrad.errors import RequestError
 
@@ -23,7 +23,7 @@ _SEED_BITS = 64
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    The order in which the sampler applies the fields stands in :class:`tetrad.engine.sampler.Sampler`.
+    The order in which the sampler applies the fields stands in :class:`tetrad.runner.sampler.Sampler`.
 
     Args:
         n: independent choices for the prompt, 1 to 128; more than one needs ``temperature > 0``.
@@ -61,13 +61,13 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | Set[int] | None = ()
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -106,6 +106,21 @@ class SamplingParams:
             _refuse("min_tokens", self.min_tokens, f"give at most max_tokens, which is {self.max_tokens}")
 
     @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as it was checked."""
+        return cast("tuple[str, ...]", self.stop)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """``stop_token_ids`` as they were checked."""
+        return cast("tuple[int, ...]", self.stop_token_ids)
+
+    @property
+    def biases(self) -> Mapping[int, float]:
+        """``logit_bias`` as it was checked; empty for None."""
+        return cast("Mapping[int, float]", self.logit_bias or {})
+
+    @property
     def greedy(self) -> bool:
         """Whether the token of the largest logit is taken and nothing is drawn."""
         return self.temperature == 0
@@ -120,7 +135,7 @@ class SamplingParams:
         Raises:
             RequestError: a ``stop_token_ids`` entry or a ``logit_bias`` key is ``vocab_size`` or larger.
         """
-        for field_name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
+        for field_name, ids in (("stop_token_ids", self.stop_ids), ("logit_bias", self.biases)):
             largest = max(ids, default=-1)
             if largest >= vocab_size:
                 _refuse(field_name, largest, f"the model's token ids are 0 to {vocab_size - 1}")

@@ -1,0 +1,282 @@
+"""Requests in, outputs out: the front end over a core and a runner in the same process."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import random
+import time
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
+
+from tetrad.config.args import EngineArgs
+from tetrad.config.engine_config import EngineConfig
+from tetrad.frontend.detokenizer import Detokenizer
+from tetrad.frontend.generation_config import GenerationConfig
+from tetrad.frontend.outputs import RequestOutput
+from tetrad.frontend.prompts import Prompt, read_prompt
+from tetrad.frontend.sampling_params import SamplingParams, resolve_seed
+from tetrad.frontend.tokenizer import Tokenizer, require_tokenizer
+
+from tetrad.core.engine_core import EngineCore
+from tetrad.core.messages import Abort, Add, AddSequence, Tokens
+from tetrad.errors import ConfigError, RequestError
+from tetrad.frontend.request import Choice, Request
+from tetrad.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Serves many requests at once. Not thread-safe: one caller adds, steps and aborts.
+
+    ``add_request`` checks everything that a request can get wrong, so that ``step`` never fails because of one. What
+    goes in is copied and what comes out is a copy: nothing that the caller does to either changes a running request.
+
+    Attributes:
+        default_sampling_params: for requests that come without: those of ``SamplingParams()``, changed by the model's
+            generation_config.json.
+    """
+
+    def __init__(self, args: EngineArgs | EngineConfig, *, progress: bool = False) -> None:
+        self.config: EngineConfig = args if isinstance(args, EngineConfig) else EngineConfig.resolve(args)
+        config = self.config
+        self.tokenizer: Tokenizer | None = Tokenizer.load(
+            config.args.tokenizer or config.args.model, config.model.vocab_size
+        )
+        if config.args.tokenizer and self.tokenizer is None:
+            raise ConfigError(
+                f"tokenizer {str(config.args.tokenizer)!r} is not a folder with a tokenizer.json; correct it"
+            )
+        self.eos_token_ids: frozenset[int] = frozenset(config.model.eos_token_id) | frozenset(
+            self.tokenizer.eos_token_ids if self.tokenizer else ()
+        )
+        generation = GenerationConfig.load(config.args)
+        generation.check_vocabulary(config.model.vocab_size)
+        if news := generation.news(self.eos_token_ids):
+            logger.warning("%s", news)
+        self.eos_token_ids |= frozenset(generation.eos_token_ids)
+        self.default_sampling_params: SamplingParams = generation.sampling_params
+        self.runner = ModelRunner(config, progress=progress)
+        self.core = EngineCore.build(
+            self.runner,
+            blocks=self.runner.sizes.blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            chunked_prefill=config.chunked_prefill,
+        )
+        self.requests: dict[str, Request] = {}
+        self._choices: dict[int, Choice] = {}
+        self._kept: dict[str, RequestOutput] = {}
+        self._counter = itertools.count()
+        self._numbers = itertools.count()
+        # as text, because a number would count by its absolute value
+        self._seeds = random.Random(str(config.args.seed)) if config.args.seed is not None else None
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has anything to do, or an output to give that nobody has seen yet."""
+        return bool(self.requests) or bool(self._kept)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            ConfigError: the model folder has none.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.config.args.model} has no tokenizer.json; add the file, or name a tokenizer")
+        return self.tokenizer
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+        """Queue a prompt. Returns the request's id.
+
+        The ``n`` choices of a request compute its prompt once.
+
+        Args:
+            prompt: in any of the forms of ``tetrad.frontend.prompts``: text, token ids (a list, or a one-dimensional
+                array or tensor), ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+            params: None takes ``default_sampling_params``.
+            request_id: a name that no request has of which ``step`` may still give an output; None makes one.
+
+        Raises:
+            RequestError: the request cannot be served; it says why. Nothing was queued, other requests go on, and
+                later requests draw what they would have drawn.
+        """
+        if request_id is not None:
+            self._check_name(request_id)
+        request = self._request(prompt, self.default_sampling_params if params is None else params)
+        return self._queue([request], request_id)[0]
+
+    def add_requests(
+        self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None
+    ) -> list[str]:
+        """Queue several prompts at once. What all of them begin with (64 tokens or more) is computed once.
+
+        params: one for all, or one per prompt; None takes ``default_sampling_params``. Returns the requests' ids, in
+        order.
+
+        Raises:
+            RequestError: names the prompt that cannot be served; none was queued.
+        """
+        if not isinstance(prompts, SequenceOf) or isinstance(prompts, (str, bytes)):
+            raise RequestError(f"prompts must be a list, not {type(prompts).__name__}")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or self.default_sampling_params] * len(prompts)
+        if not isinstance(params, SequenceOf) or isinstance(params, (str, bytes)):
+            raise RequestError(f"params must be SamplingParams or a list of them, not {type(params).__name__}")
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"there are {len(prompts)} prompts but {len(params)} sampling_params; give one for all or one each"
+            )
+        requests = []
+        for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._request(prompt, one))
+            except RequestError as error:
+                raise RequestError(f"prompt {place}: {error}") from error
+        return self._queue(requests)
+
+    def _check_name(self, request_id: str) -> None:
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string, not {request_id!r}")
+        if request_id in self.requests:
+            raise RequestError(f"request_id {request_id!r} is in use by an unfinished request; choose another")
+        if request_id in self._kept:
+            raise RequestError(
+                f"request_id {request_id!r} is in use by a request whose output step() has not given yet; "
+                f"choose another"
+            )
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """A checked request without a name. Nothing of the engine changes until all that come together are checked."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
+        text, ids = self._read(prompt)
+        params = dataclasses.replace(params)  # the caller may have changed its logit_bias, and may do so again
+        params.check_vocabulary(self.config.model.vocab_size)
+        if params.stop:
+            require_tokenizer(self.tokenizer, "stop strings")
+        return Request("", text, ids, params, time.monotonic())
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        limit = self.config.max_model_len
+        text, ids = read_prompt(prompt, self.config.model.vocab_size)
+        if ids is None:
+            ids = require_tokenizer(self.tokenizer, "text prompts").encode(text or "")
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        if len(ids) >= limit:
+            raise RequestError(
+                f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(ids)} "
+                f"input tokens, which leaves no room for output; shorten the prompt"
+            )
+        return text, ids
+
+    def _queue(self, requests: list[Request], request_id: str | None = None) -> list[str]:
+        sequences = []
+        for request in requests:
+            request.request_id = self._new_name() if request_id is None else request_id
+            self.requests[request.request_id] = request
+            sequences += self._sequences(request)
+        shared = _common_prefix([request.prompt_token_ids for request in requests]) if len(sequences) > 1 else 0
+        self.core.add(Add(tuple(sequences), shared))
+        return [request.request_id for request in requests]
+
+    def _new_name(self) -> str:
+        return next(
+            name for i in self._counter if (name := f"request-{i}") not in self.requests and name not in self._kept
+        )
+
+    def _sequences(self, request: Request) -> list[AddSequence]:
+        ids, params = request.prompt_token_ids, request.params
+        room = self.config.max_model_len - len(ids)
+        sequences = []
+        for index in range(params.n):
+            detokenizer = Detokenizer(self.tokenizer, ids, params.stop, params.min_tokens)
+            choice = Choice(request, index, next(self._numbers), detokenizer)
+            request.choices.append(choice)
+            self._choices[choice.number] = choice
+            sequences.append(request.add_sequence(choice, self._seed(params, index), self.eos_token_ids, room))
+        return sequences
+
+    def _seed(self, params: SamplingParams, index: int) -> int:
+        if params.seed is None and self._seeds is not None:
+            return self._seeds.getrandbits(64)
+        return resolve_seed(params, index)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Stop a request and free what it holds. Returns its output so far, None if it is not here."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return self._kept.pop(request_id, None)
+        running = [choice for choice in request.choices if choice.finish_reason is None]
+        self.core.abort(Abort(tuple(choice.number for choice in running)))
+        for choice in running:
+            choice.finish("abort")
+        self._end(request)
+        return request.output()
+
+    def step(self, *, finished_only: bool = False, only: Collection[str] | None = None) -> list[RequestOutput]:
+        """Run one step. Returns the output of every request that got a token (or ended) in it.
+
+        An exception inside a step ends no request: what ran is computed anew, with the same tokens. Only where the next
+        step fails too, the requests in it end with an error.
+
+        Args:
+            finished_only: leave out requests that go on. An output is a copy of all tokens so far, so those of long
+                requests cost more the longer they are: who has no use for them sets this.
+            only: the ids of the requests whose outputs are wanted. Last outputs of others that end are kept for the
+                next step that wants them, so no caller loses what another one's step has brought to its end. Who gives
+                ``only`` asks whether its own requests are done, not for ``has_unfinished_requests``.
+        """
+        touched = self._take(self.core.step())
+        wanted = [
+            request
+            for request in touched
+            if request.finished or not (finished_only or (only is not None and request.request_id not in only))
+        ]
+        return self._deliver([request.output() for request in wanted], only)
+
+    def _take(self, messages: list[Tokens]) -> list[Request]:
+        """Give the choices their tokens. The requests that got any, or ended."""
+        now = time.monotonic()
+        touched: dict[str, Request] = {}
+        for tokens in messages:
+            choice = self._choices[tokens.number]
+            request = choice.request
+            touched[request.request_id] = request
+            request.note(tokens, now)
+            choice.take(tokens, self._decode_token)
+            if choice.finish_reason is not None and tokens.finish_reason is None:
+                self.core.abort(Abort((choice.number,)))  # a stop string, of which the core knows nothing
+        for request in touched.values():
+            if request.finished:
+                self.requests.pop(request.request_id)
+                self._end(request)
+        return list(touched.values())
+
+    def _end(self, request: Request) -> None:
+        request.ended = time.monotonic()
+        for choice in request.choices:
+            del self._choices[choice.number]
+
+    def _decode_token(self, token_id: int) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.decode_token(token_id)
+
+    def _deliver(self, outputs: list[RequestOutput], only: Collection[str] | None) -> list[RequestOutput]:
+        """The outputs of this step that are wanted, then those kept from earlier ones; the rest is kept."""
+        outputs = [*outputs, *self._kept.values()]
+        if only is None:
+            self._kept.clear()
+            return outputs
+        self._kept = {output.request_id: output for output in outputs if output.request_id not in only}
+        return [output for output in outputs if output.request_id in only]
+
+
+def _common_prefix(prompts: list[list[int]]) -> int:
+    """Tokens that all prompts begin with, fewer than any has: every sequence goes on from a token of its own."""
+    first, last = min(prompts), max(prompts)
+    limit = min(len(prompt) for prompt in prompts) - 1
+    return next((place for place in range(limit) if first[place] != last[place]), limit)
