@@ -35,7 +35,7 @@ sys.dont_write_bytecode = True
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests.mutants import MUTANTS, Mutant  # noqa: E402
+from tests.mutants import CONTROLS, MUTANTS, Mutant  # noqa: E402
 from tests.mutants.mutant import StaleError  # noqa: E402
 from tests.oracle_subset import CHECKS  # noqa: E402
 
@@ -128,6 +128,7 @@ def run(mutants: list[Mutant], processes: int) -> list[Outcome]:
     unchanged = [Mutant("unchanged: the oracle subset", ())]
     if tests:
         unchanged.append(Mutant("unchanged: the tests that mutants name", (), tests))
+    unchanged += [replace(control, name=f"unchanged: {control.name}") for control in CONTROLS]
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="tetrad-mutations-") as scratch:
         oracle = Path(scratch)

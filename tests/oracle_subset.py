@@ -24,8 +24,8 @@ from tetrad.models.deepseek_v4 import DeepseekV4
 
 TOLERANCE = 1e-4
 LENGTH = 45
-# 7 and 5 rows go into the window's ring, 11 are a chunk, which wraps the rings of 16. Every step size from here on is 1:
-# each residue of both ratios is met by a decode step
+# 7 and 5 rows go into the window's ring, 11 are a chunk, which wraps the rings of 16. Every step size from here on is
+# 1: each residue of both ratios is met by a decode step
 CHUNKS = [7, 11, 5, 5, 1]
 
 _DIFFERENCES = {"index_topk": 4, "hc_eps": 0.03, "rms_norm_eps": 0.02, "hc_sinkhorn_iters": 2}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from tests.mutants import attention, compression, experts, hyper_connections, indexer, quantisation
 from tests.mutants.mutant import Mutant, Patch
 
-__all__ = ["MUTANTS", "Mutant", "Patch"]
+__all__ = ["CONTROLS", "MUTANTS", "Mutant", "Patch"]
 
 MUTANTS: tuple[Mutant, ...] = (
     *attention.MUTANTS,
@@ -20,3 +20,11 @@ MUTANTS: tuple[Mutant, ...] = (
     *hyper_connections.MUTANTS,
     *quantisation.MUTANTS,
 )
+
+CONTROLS: tuple[Mutant, ...] = (
+    *attention.CONTROLS,
+    *compression.CONTROLS,
+    *experts.CONTROLS,
+    *hyper_connections.CONTROLS,
+)
+"""What is replaced without a mistake: nothing may notice, else a mutant made in the same way is killed for nothing."""

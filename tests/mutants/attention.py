@@ -63,7 +63,11 @@ def plain_frequencies(config: ModelConfig, base: float) -> Tensor:
 
 def without_yarn(frequencies: Any) -> Any:
     def wrong(config: ModelConfig, *, compressed: bool) -> Tensor:
-        return plain_frequencies(config, config.compress_rope_theta) if compressed else frequencies(config, compressed=False)
+        return (
+            plain_frequencies(config, config.compress_rope_theta)
+            if compressed
+            else frequencies(config, compressed=False)
+        )
 
     return wrong
 
@@ -86,23 +90,28 @@ def ramp_the_other_way(frequencies: Any) -> Any:
     return wrong
 
 
-def ramp_ends_early(frequencies: Any) -> Any:
-    def wrong(config: ModelConfig, *, compressed: bool) -> Tensor:
-        if not compressed:
-            return frequencies(config, compressed=False)
-        rope, base = config.qk_rope_head_dim, config.compress_rope_theta
+def ramp_ends(rounded: Callable[[float], int]) -> Any:
+    """YaRN's ramp ends at the channel of ``beta_slow``, which is ``rounded``: up, as it should be."""
 
-        def channel(turns: float) -> float:
-            context = config.rope_original_max_position_embeddings
-            return rope * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def make(frequencies: Any) -> Any:
+        def wrong(config: ModelConfig, *, compressed: bool) -> Tensor:
+            if not compressed:
+                return frequencies(config, compressed=False)
+            rope, base = config.qk_rope_head_dim, config.compress_rope_theta
 
-        low = max(math.floor(channel(config.rope_beta_fast)), 0)
-        high = min(math.floor(channel(config.rope_beta_slow)), rope - 1)  # it should be the channel above
-        ramp = ((torch.arange(rope // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
-        plain = plain_frequencies(config, base)
-        return plain * (1 - ramp) + plain / config.rope_factor * ramp
+            def channel(turns: float) -> float:
+                context = config.rope_original_max_position_embeddings
+                return rope * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    return wrong
+            low = max(math.floor(channel(config.rope_beta_fast)), 0)
+            high = min(rounded(channel(config.rope_beta_slow)), rope - 1)
+            ramp = ((torch.arange(rope // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+            plain = plain_frequencies(config, base)
+            return plain * (1 - ramp) + plain / config.rope_factor * ramp
+
+        return wrong
+
+    return make
 
 
 def angles_in_fp64(_: Any) -> Any:
@@ -140,7 +149,7 @@ def wider_window(keys: int) -> Any:
     def make(build: Any) -> Any:
         def wrong(rows: Rows, window: int, frequencies: Tensor) -> WindowMetadata:
             ring = step.window_ring(window)
-            with mock.patch.object(step, "window_ring", lambda _: ring):
+            with mock.patch.object(step, "window_ring", return_value=ring):
                 return build(rows, window + keys, frequencies)
 
         return wrong
@@ -184,8 +193,8 @@ def sink_with_a_value(attend: Any) -> Any:
     return wrong
 
 
-def window_not_rescaled(_: Any) -> Any:
-    """The value of the window keys keeps their own maximum when compressed keys raise it."""
+def attention_by_hand(*, rescaled: bool) -> Any:
+    """Without ``rescaled`` the values of window keys keep their own maximum when compressed keys raise it."""
 
     def scores(q: Tensor, cache: PagedKV, slots: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         keys = read_kv_entries(cache, slots, q.dtype).float()
@@ -204,10 +213,10 @@ def window_not_rescaled(_: Any) -> Any:
             weight = torch.exp(more_score - largest)
             total, value = weight.sum(-1, keepdim=True), weight @ more
         total = total + torch.exp(score - largest).sum(-1, keepdim=True)
-        value = value + torch.exp(score - own) @ keys
+        value = value + torch.exp(score - (largest if rescaled else own)) @ keys
         return (value / (total + torch.exp(sinks.view(1, -1, 1) - largest))).to(q.dtype)
 
-    return wrong
+    return lambda _: wrong
 
 
 def slots_of(history: History, entries: int) -> Tensor:
@@ -254,7 +263,7 @@ MUTANTS = (
     mutant("no YaRN", everywhere(FREQUENCIES, without_yarn)),
     mutant("YaRN in the window layers", everywhere(FREQUENCIES, yarn_in_the_window)),
     mutant("YaRN's ramp the other way", everywhere(FREQUENCIES, ramp_the_other_way)),
-    mutant("YaRN's ramp ends a channel early", everywhere(FREQUENCIES, ramp_ends_early)),
+    mutant("YaRN's ramp ends a channel early", everywhere(FREQUENCIES, ramp_ends(math.floor))),
     mutant(
         "angles in fp64",
         everywhere(ANGLES, angles_in_fp64),
@@ -262,7 +271,9 @@ MUTANTS = (
     ),
     mutant(
         "no norm of the query heads",
-        Patch(ATTENTION + "rms_norm", lambda norm: lambda x, weight, eps: x if weight is None else norm(x, weight, eps)),
+        Patch(
+            ATTENTION + "rms_norm", lambda norm: lambda x, weight, eps: x if weight is None else norm(x, weight, eps)
+        ),
     ),
     mutant("no weight in the key's norm", Patch(ATTENTION + "Attention.forward", without_key_norm)),
     mutant(
@@ -288,5 +299,13 @@ MUTANTS = (
     ),
     mutant("no sink", Patch(ATTENTION + "sparse_attention", without_sinks)),
     mutant("sink with a value", Patch(ATTENTION + "sparse_attention", sink_with_a_value)),
-    mutant("sums of earlier blocks not rescaled", Patch(ATTENTION + "sparse_attention", window_not_rescaled)),
+    mutant(
+        "sums of earlier blocks not rescaled", Patch(ATTENTION + "sparse_attention", attention_by_hand(rescaled=False))
+    ),
+)
+
+CONTROLS = (
+    mutant("YaRN's ramp by hand", everywhere(FREQUENCIES, ramp_ends(math.ceil))),
+    mutant("a window of the right size", Patch(WINDOW, wider_window(0))),
+    mutant("attention by hand", Patch(ATTENTION + "sparse_attention", attention_by_hand(rescaled=True))),
 )

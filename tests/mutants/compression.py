@@ -233,7 +233,9 @@ def written_into_one_ring(update: Any) -> Any:
 
 
 MUTANTS = (
-    mutant("position bias added to the value, not to the gate", Patch(COMPRESSOR, bias_on_the_value(on_the_gate=False))),
+    mutant(
+        "position bias added to the value, not to the gate", Patch(COMPRESSOR, bias_on_the_value(on_the_gate=False))
+    ),
     mutant("position bias added to both", Patch(COMPRESSOR, bias_on_the_value(on_the_gate=True))),
     mutant("no position bias", Patch(COMPRESSOR, bias(torch.zeros_like))),
     mutant("position bias one off", Patch(COMPRESSOR, bias(lambda ape: ape.roll(-1, 0)))),
@@ -258,7 +260,9 @@ MUTANTS = (
     mutant("sources one token early", Patch(COMPRESS, sources_early)),
     mutant(
         "state read one off",
-        Patch(COMPRESS, lambda compress: lambda step, state, *rows, **how: compress(step, state.roll(-1, 1), *rows, **how)),
+        Patch(
+            COMPRESS, lambda compress: lambda step, state, *rows, **how: compress(step, state.roll(-1, 1), *rows, **how)
+        ),
     ),
     mutant("state written one off", Patch(UPDATE, written_one_off)),
     mutant("too few tokens remembered", Patch(ENTRIES, on_entries(too_few_remembered))),
@@ -280,3 +284,5 @@ MUTANTS = (
         test="tests/models/test_compressor.py::test_rejected_drafts",
     ),
 )
+
+CONTROLS = (mutant("tokens as they are", Patch(COMPRESS, of_tokens(lambda tokens, overlap: tokens.clone()))),)

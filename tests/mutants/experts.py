@@ -130,3 +130,11 @@ MUTANTS = (
         test="tests/models/test_moe.py::test_moe_in_bf16_adds_in_fp32",
     ),
 )
+
+CONTROLS = (
+    mutant(
+        "SwiGLU and weights by hand",
+        swiglu(lambda gate, up, limit: functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)),
+        weights(lambda gate, scores, experts: normalised(scores.gather(1, experts))),
+    ),
+)

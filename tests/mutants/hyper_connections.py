@@ -84,3 +84,5 @@ MUTANTS = (
     mutant("no eps in the norm of the mixes", named(MIX, norm_eps=0.0), named(HEAD, norm_eps=0.0)),
     mutant("mixing weights of attention for the experts as well", Patch(MIX, of_attention_for_both)),
 )
+
+CONTROLS = (mutant("Sinkhorn by hand", Patch(SINKHORN, sinkhorn())),)
