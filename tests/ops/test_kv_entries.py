@@ -79,6 +79,7 @@ def test_every_byte_of_a_page(layout, compute, extra):
     slots = torch.tensor([last, 0, -1, layout.entries, layout.entries + 1, -9])
     values = torch.randn(6, layout.head_dim) * torch.tensor([1.0, 1e-3, 1, 300, 0, 1]).unsqueeze(1)
     values = values.to(compute)
+    values[slots < 0] = float("nan")
     write_kv_entries(values, PagedKV(pages, layout), slots)
     written, base = np.zeros(memory.numel(), bool), memory.data_ptr()
     for value, slot in zip(values, slots.tolist(), strict=True):
