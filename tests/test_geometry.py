@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -66,7 +69,20 @@ def test_index_page(dtype, dim, data, scales, page):
 def test_index_page_that_fp4_cannot_hold(dim):
     with pytest.raises(ConfigError, match=rf"index_head_dim {dim} is not a multiple of 32.*fp8 or bf16"):
         IndexLayout(IndexDtype.FP4, dim)
-    IndexLayout(IndexDtype.FP8, dim)
+    IndexLayout(IndexDtype.FP8, dim, hadamard=False)
+
+
+def test_a_layout_is_a_value():
+    """It may be a key, be changed into another, and travel to another process."""
+    layout = IndexLayout("fp4", 128)
+    assert {layout: 1}[IndexLayout(IndexDtype.FP4, 128)] == 1
+    plain = dataclasses.replace(layout, hadamard=False)
+    assert plain == IndexLayout("fp4", 128, hadamard=False) != layout
+    assert pickle.loads(pickle.dumps(plain)) == plain
+    kv = dataclasses.replace(KVLayout("fp8", 64, 448, 64), entries=2)
+    assert pickle.loads(pickle.dumps(kv)) == kv == KVLayout("fp8", 2, 448, 64)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.hadamard = False  # type: ignore[misc]
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tetrad.config.args import EngineArgs
+    from tetrad.errors import CheckpointError, ConfigError, RequestError, TetradError
     from tetrad.frontend.llm import LLM
     from tetrad.frontend.llm_engine import LLMEngine
     from tetrad.frontend.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from tetrad.frontend.sampling_params import SamplingParams
     from tetrad.frontend.selection_recorder import SelectionRecorder
     from tetrad.frontend.tokenizer import Tokenizer
-    from tetrad.errors import CheckpointError, ConfigError, RequestError, TetradError
 
 __version__ = "0.1.0"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class TetradError(Exception):
     """The base of every error that this package raises on purpose."""
@@ -21,3 +23,23 @@ class RequestError(TetradError, ValueError):
 
 class DeviceLostError(TetradError, RuntimeError):
     """The device answers no more: every request ends with this error, and the engine must be built anew."""
+
+
+def check_integer(name: str, value: Any) -> None:
+    """Refuse what is not a plain int; True is no number, and neither is a tensor, which would have to be waited for.
+
+    :raises TypeError: if it is not
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a plain int; got {type(value).__name__}")
+
+
+def check_whole(name: str, value: Any, least: int, *, error: type[ValueError] = ValueError) -> None:
+    """Refuse what is not a plain int of at least ``least``.
+
+    :raises TypeError: if it is no plain int
+    :raises ValueError: if it is too small, or the ``error`` given instead
+    """
+    check_integer(name, value)
+    if value < least:
+        raise error(f"{name} must be at least {least}; got {value}")

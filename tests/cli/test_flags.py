@@ -24,6 +24,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "tokenizer": ("some_folder", "some_folder"),
     "generation_config": ("none", "none"),
     "device": ("cuda:1", "cuda:1"),
+    "cpu_threads": ("2", "2"),
     "dtype": ("bf16", "bf16"),
     "kv_cache_dtype": ("fp8", "fp8"),
     "index_cache_dtype": ("mxfp4", "mxfp4"),

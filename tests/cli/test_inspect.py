@@ -13,6 +13,9 @@ import pytest
 
 from tests.engine.small import small_config, write_config
 from tests.released import flash_document, pro_document
+from tetrad import EngineArgs, bundled
+from tetrad.config.engine_config import EngineConfig
+from tetrad.geometry import window_blocks_bound
 from tetrad.models.checkpoint.dummy import dummy_state
 from tetrad.ops import backends
 from tetrad.ops.backends import Backend, choose_backend
@@ -170,6 +173,117 @@ def test_options_change_the_report(inspect, released):
     assert other["config_hash"] != plain["config_hash"]
     assert inspect(flash)["config_hash"] == plain["config_hash"]
     assert inspect(flash, "--hf-overrides", '{"index_topk": 64}')["index_topk"] == 64
+
+
+@pytest.mark.parametrize(("name", "document"), [("flash", flash_document()), ("pro", pro_document())])
+def test_the_released_geometries_are_in_the_package(name, document, released):
+    """A description of Flash needed a download first, or a config.json found somewhere."""
+    hashes = {
+        EngineConfig.resolve(EngineArgs(model=model, device="cpu")).compute_hash()
+        for model in (f"deepseek-v4-{name}", f"deepseek-ai/DeepSeek-V4-{name.title()}", str(released / name))
+    }
+    assert len(hashes) == 1
+    assert json.loads((bundled.GEOMETRIES[f"deepseek-v4-{name}"] / "config.json").read_text()) == document
+
+
+def test_memory_follows_the_options(inspect):
+    """--max-model-len, --max-num-seqs and --kv-cache-memory-gb changed nothing of the report but a hash."""
+    options = ("--max-model-len", "128K", "--max-num-seqs", "16", "--max-num-batched-tokens", "1000")
+    report = inspect("deepseek-v4-flash", *options, "--kv-cache-memory-gb", "4")
+    memory = report["memory"]
+    block = sum(report["caches"]["fp4"]["block_bytes"].values())
+    windows = window_blocks_bound(16, 1000, 128) * report["per_sequence"]["window_block_bytes"]
+    states = 16 * report["per_sequence"]["compressor_state_bytes"]
+    assert (memory["window_bytes"], memory["state_bytes"]) == (windows, states)
+    assert (memory["block_bytes"], memory["blocks_per_sequence"]) == (block, 512)
+    fixed = windows + states
+    assert memory["one_sequence_bytes"] == fixed + 512 * block
+    assert memory["all_sequences_bytes"] == fixed + 16 * 512 * block
+    blocks = (4 * 2**30 - fixed) // block
+    assert (memory["blocks"], memory["tokens_that_fit"]) == (blocks, 256 * blocks)
+    assert memory["sequences_that_fit"] == blocks // 512 == 8
+    assert memory["cache_bytes"] == fixed + blocks * block <= 4 * 2**30
+    assert inspect("deepseek-v4-flash", *options, "--kv-cache-memory-gb", "40")["memory"]["sequences_that_fit"] == 16
+    little = inspect("deepseek-v4-flash", *options, "--kv-cache-memory-gb", "0.5")["memory"]
+    assert "the caches do not fit" in little["refused"]
+
+
+def test_memory_for_a_reader(tetrad, monkeypatch):
+    """The bytes of weights were nowhere; what does not fit is said, and the report goes on."""
+    monkeypatch.setattr("tetrad.config.memory.cpu_memory", lambda: 24 << 30)
+    run = tetrad("inspect", "deepseek-v4-flash", "--device", "cpu", "--max-model-len", "128K", "--max-num-seqs", "16")
+    assert run.code == 0
+    assert run.out.startswith("deepseek-v4-flash\n")
+    assert "held         531.3 GiB in bfloat16, 516 GiB of it routed experts" in run.out
+    assert "as stored    145.3 GiB" in run.out
+    assert "available    24 GiB on cpu" in run.out
+    assert "not on this device: the weights do not fit" in run.out
+    assert "a sequence   512 blocks of 256 tokens x 878.6 KiB = 439.3 MiB" in run.out
+    assert "caches for max_model_len 131,072, max_num_seqs 16, max_num_batched_tokens 8,192" in run.out
+    assert "fits         1,020,160 tokens, or 7 sequences of max_model_len, in 4 GiB" in run.out
+    assert max(map(len, run.out.splitlines())) <= 100
+    run = tetrad("inspect", "deepseek-v4-flash", "--device", "cpu")
+    assert "the caches do not fit: 800 window blocks" in " ".join(run.out.split())
+    monkeypatch.setattr("tetrad.config.memory.cpu_memory", lambda: None)
+    assert "available    unknown on cpu" in tetrad("inspect", "deepseek-v4-flash", "--device", "cpu").out
+
+
+# ---- what the indexer chose ----
+
+DUMMY = ("--device", "cpu", "--load-dummy", "--max-num-seqs", "2", "--max-model-len", "256")
+
+
+def selection(tetrad, *arguments: object) -> dict[str, Any]:
+    run = tetrad("inspect", *arguments, *DUMMY)
+    assert run.code == 0, run.err
+    return json.loads(run.out)
+
+
+def test_selection(tetrad, ids_model):
+    """Every drawn token with its query's place and as many entries as it may choose; any step equals a run of it."""
+    ids = [7 + place % 200 for place in range(37)]
+    text = ",".join(map(str, ids))
+    report = selection(tetrad, ids_model, "--selection-token-ids", text, "--selection-tokens", "3")
+    assert (report["prompt_token_ids"], report["text"]) == (ids, None)
+    assert (report["index_topk"], report["tokens_per_entry"], report["index_cache_dtype"]) == (4, 4, "fp4")
+    assert [step["position"] for step in report["steps"]] == [36, 37, 38]
+    for step in report["steps"]:
+        assert step["visible"] == 9
+        assert list(step["layers"]) == ["1"]
+        chosen = step["layers"]["1"]
+        assert chosen == sorted(set(chosen))
+        assert len(chosen) == 4
+        assert all(0 <= entry < 9 for entry in chosen)
+    drawn = [step["token_id"] for step in report["steps"]]
+    again = selection(tetrad, ids_model, "--selection-token-ids", ",".join(map(str, [*ids, drawn[0]])))
+    assert again["steps"] == report["steps"][1:2]
+    everything = selection(tetrad, ids_model, "--selection-token-ids", text, "--hf-overrides", '{"index_topk": 20}')
+    assert everything["steps"][0]["layers"] == {"1": list(range(9))}
+
+
+def test_selection_of_text(tetrad, model):
+    report = selection(tetrad, model, "--selection", "hello world", "--selection-tokens", "2")
+    assert isinstance(report["text"], str)
+    assert report["model"] == str(model)
+    assert report["steps"][0]["position"] == len(report["prompt_token_ids"]) - 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--selection-tokens", "2"), 2, "--selection-tokens needs a prompt"),
+        (("--selection-token-ids", "1,x"), 2, "not token ids, as in 5,17,3: '1,x'"),
+        (("--selection-token-ids", "1,2", "--selection", "a"), 2, "not allowed with"),
+        (("--selection", "a"), 1, "tokenizer"),
+        (("--selection", ""), 1, "tokenizer"),
+        (("--selection-token-ids", "1,2", "--selection-tokens", "0"), 1, "max_tokens"),
+        (("--selection-token-ids", "1,2", "--hf-overrides", '{"compress_ratios": [0, 0, 16]}'), 1, "has no CSA layer"),
+    ],
+)
+def test_selections_that_cannot_be(tetrad, ids_model, arguments, code, message):
+    run = tetrad("inspect", ids_model, *arguments, *DUMMY)
+    assert (run.code, run.out) == (code, "")
+    assert message in run.err
 
 
 @pytest.mark.parametrize(

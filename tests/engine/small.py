@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tests.tiny import tiny_config
 from tetrad import EngineArgs, LLMEngine
-from tetrad.engine.batch import Batch
+from tetrad.core.plan import Batch
 from tetrad.frontend.outputs import RequestOutput
 from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.models.config import ModelConfig

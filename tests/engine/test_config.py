@@ -79,6 +79,14 @@ def test_index_dtype(folder, caplog, options, dtype):
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_the_rotation_is_part_of_the_layout(folder, hadamard):
+    """The layout of the index cache is the only place that writers and queries ask."""
+    layout = resolve(folder, index_hadamard=hadamard).cache_spec.index_layout
+    assert layout.hadamard is hadamard
+    assert resolve(folder).cache_spec.index_layout.hadamard
+
+
 @pytest.mark.parametrize("dtype", ["fp8", "bf16", "fp32"])
 def test_the_alias_contradicts_another_dtype(folder, dtype):
     with pytest.raises(ConfigError, match=rf"enable_deepseek_v4_fp4_indexer.*index_cache_dtype for {dtype}; give only"):

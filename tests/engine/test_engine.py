@@ -21,7 +21,7 @@ from tests.engine.small import (
     write_config,
 )
 from tetrad import EngineArgs, LLMEngine, SamplingParams
-from tetrad.engine.batch import Batch
+from tetrad.core.plan import Batch
 from tetrad.engine.sequence import SequenceStatus
 from tetrad.errors import ConfigError, RequestError
 

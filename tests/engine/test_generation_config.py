@@ -78,7 +78,7 @@ def test_another_folder_or_none(model, tmp_path):
     other = write(tmp_path / "other", {"eos_token_id": 40, "min_p": 0.1})
 
     def load(choice: Any) -> GenerationConfig:
-        return GenerationConfig.load(EngineArgs(model, generation_config=choice))
+        return GenerationConfig.load(model, choice)
 
     assert load("auto").eos_token_ids == (EOS, END)
     assert load("none") == GenerationConfig()
@@ -90,8 +90,8 @@ def test_another_folder_or_none(model, tmp_path):
 
 
 def test_a_model_without_the_file(model):
-    assert GenerationConfig.load(EngineArgs(model)) == GenerationConfig()
-    assert GenerationConfig.load(EngineArgs("bundled")) == GenerationConfig()
+    assert GenerationConfig.load(model) == GenerationConfig()
+    assert GenerationConfig.load("bundled") == GenerationConfig()
 
 
 @pytest.mark.parametrize(

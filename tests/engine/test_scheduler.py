@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tetrad.cache.block_manager import ABSENT, BlockManager, Holding
 from tetrad.cache.spec import CacheSizes
-from tetrad.engine.batch import Batch
+from tetrad.core.plan import Batch
 from tetrad.engine.scheduler import Scheduler
 from tetrad.engine.sequence import SequenceStatus
 from tetrad.geometry import BLOCK_SIZE, blocks_for, window_blocks_bound

@@ -310,6 +310,11 @@ def break_json(folder: Path) -> Path:
     return folder
 
 
+def break_twice(folder: Path) -> Path:
+    (folder / "config.json").write_text('{"index_topk": 8, "rope": {"a": 1, "a": 1}, "index_topk": 512}')
+    return folder
+
+
 def break_binary(folder: Path) -> Path:
     (folder / "config.json").write_bytes(b"\xff\xfe\x00\x80")
     return folder
@@ -327,12 +332,19 @@ def break_object(folder: Path) -> Path:
         (break_missing_file, "the folder has no config.json"),
         (break_json, "it is not valid JSON"),
         (break_binary, "it is not valid JSON"),
+        (break_twice, "the name 'index_topk' stands twice, with 8 and 512"),
         (break_object, "it must hold one JSON object"),
     ],
 )
 def test_unreadable_files(breaking: Callable[[Path], Path], text: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=text):
         ModelConfig.from_pretrained(breaking(tmp_path))
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path):
+    """Editors on Windows write one; the file was called invalid JSON."""
+    (tmp_path / "config.json").write_text(json.dumps(flash_document()), encoding="utf-8-sig")
+    assert ModelConfig.from_pretrained(tmp_path) == ModelConfig.from_dict(flash_document())
 
 
 def test_errors_of_a_file_name_the_file(tmp_path: Path):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.mutants.mutant import Patch, mutant
 from tetrad.formats.hadamard import rotate
+from tetrad.geometry import IndexLayout
 from tetrad.ops.row_invariant import rms_norm
 
 INDEXER = "tetrad.models.indexer:"
@@ -39,12 +40,18 @@ def choice(*, weights: Callable[[Tensor], Tensor] = lambda weights: weights, mor
     return Patch(INDEXER + "index_topk", make)
 
 
-def query(change: Callable[[Tensor], Tensor] = lambda q: q, *, rotary: bool = True, **named: Any) -> Patch:
+def without_hadamard(layout: IndexLayout) -> IndexLayout:
+    return IndexLayout(layout.dtype, layout.head_dim, hadamard=False)
+
+
+def query(
+    change: Callable[[Tensor], Tensor] = lambda q: q, *, rotary: bool = True, hadamard: bool = True
+) -> Patch:
     def make(quantize: Any) -> Any:
-        def wrong(q, cos, sin, dtype, **options):
+        def wrong(q, cos, sin, layout):
             if not rotary:
                 cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-            return quantize(change(q), cos, sin, dtype, **options | named)
+            return quantize(change(q), cos, sin, layout if hadamard else without_hadamard(layout))
 
         return wrong
 
@@ -52,12 +59,12 @@ def query(change: Callable[[Tensor], Tensor] = lambda q: q, *, rotary: bool = Tr
 
 
 def keys_without_hadamard(write: Any) -> Any:
-    return lambda *arguments, hadamard: write(*arguments, hadamard=False)
+    return lambda *arguments: write(*arguments[:-1], without_hadamard(arguments[-1]))
 
 
 def keys_without_rope(write: Any) -> Any:
-    def wrong(pooled, weight, eps, cos, sin, *rest, **options):
-        write(pooled, weight, eps, torch.ones_like(cos), torch.zeros_like(sin), *rest, **options)
+    def wrong(pooled, weight, eps, cos, sin, *rest):
+        write(pooled, weight, eps, torch.ones_like(cos), torch.zeros_like(sin), *rest)
 
     return wrong
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tests.mutants.mutant import Patch, everywhere, mutant
 from tetrad.formats.fp8 import fake_quantize
-from tetrad.formats.hadamard import rotate
 from tetrad.models.linear import ActivationQuant
 from tetrad.ops.rotary import apply_rotary
 from tetrad.ops.row_invariant import rms_norm
@@ -50,9 +49,8 @@ def rounded_before_the_weight(forward: Any) -> Any:
 
 
 def norm_of_unrounded_keys(_: Any) -> Any:
-    def wrong(pooled, norm_weight, eps, cos, sin, dtype, *, hadamard=True):
-        keys = apply_rotary(rms_norm(pooled, norm_weight, eps).to(dtype), cos, sin)
-        return rotate(keys) if hadamard else keys
+    def wrong(pooled, norm_weight, eps, cos, sin, dtype):
+        return apply_rotary(rms_norm(pooled, norm_weight, eps).to(dtype), cos, sin)
 
     return wrong
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, fields
 from typing import Any
@@ -35,6 +36,10 @@ class Query:
     hadamard: bool
     gap: int = 0
 
+    @property
+    def layout(self) -> IndexLayout:
+        return IndexLayout(IndexDtype(self.kind), self.dim, hadamard=self.hadamard)
+
     @functools.cached_property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q = hard_vectors(self.rows * self.heads, self.dim, self.dtype).view(self.rows, self.heads, self.dim)
@@ -59,7 +64,7 @@ class Keys:
 
     @property
     def layout(self) -> IndexLayout | None:
-        return IndexLayout(IndexDtype(self.kind), self.dim) if self.kind else None
+        return IndexLayout(IndexDtype(self.kind), self.dim, hadamard=self.hadamard) if self.kind else None
 
     @functools.cached_property
     def inputs(self) -> dict[str, Any]:
@@ -83,8 +88,6 @@ class Keys:
                 if index < self.count - 1:
                     slots[index] = slot
             given["slots"], given["layout"] = slots, self.layout
-        if self.weight:
-            given["hadamard"] = self.hadamard
         return given
 
 
@@ -178,19 +181,21 @@ def keys() -> list[Keys]:
         for hadamard in (True, False)
     ]
     result += [Keys(65, 128, 64, dtype, "fp4", True, gap=4) for dtype in (BF16, FP32)]
-    result += [Keys(97, 128, 64, dtype, kind, True, ordinary=True) for dtype in (BF16, FP32) for kind in ("fp4", "")]
+    result += [
+        Keys(97, 128, 64, dtype, kind, bool(kind), ordinary=True) for dtype in (BF16, FP32) for kind in ("fp4", "")
+    ]
     result += [
         Keys(3, 128, 0, BF16, "fp4", True),
         Keys(65, 32, 8, BF16, "fp4", True, gap=5),
         Keys(40, 256, 64, FP32, "fp8", True),
         Keys(17, 512, 64, FP32, "fp4", True),
         Keys(0, 128, 64, BF16, "fp4", True),
-        Keys(0, 128, 64, BF16, "", True),
+        Keys(0, 128, 64, BF16, "", False),
         Keys(65, 64, 16, BF16, "", False, gap=1),
     ]
     result += [
-        Keys(count, dim, 0, dtype, kind, False, None, 2)
-        for count, dim in ((3, 128), (65, 32))
+        Keys(count, dim, 0, dtype, kind, hadamard, None, 2)
+        for count, dim, hadamard in ((3, 128, True), (65, 32, False))
         for dtype in (BF16, FP32)
         for kind in ("fp4", "fp8", "bf16", "fp32")
     ]
@@ -239,21 +244,22 @@ def expected_keys(case: Keys) -> torch.Tensor:
     if not case.weight:
         return given["keys"]
     vectors = norm_in_order(given["pooled"].to(case.dtype), given["norm_weight"], given["eps"])
-    vectors = apply_rotary(vectors, given["cos"], given["sin"])
-    return rotate(vectors) if case.hadamard else vectors
+    return apply_rotary(vectors, given["cos"], given["sin"])
 
 
 def expected(case: Query | Keys) -> list[torch.Tensor]:
     """What the call gives, or the allocation around the pages after it."""
     if isinstance(case, Query):
-        values, scales = reference.quantize_index_query(*case.inputs, IndexDtype(case.kind), hadamard=case.hadamard)
+        values, scales = reference.quantize_index_query(*case.inputs, case.layout)
         return [values] if scales is None else [values, scales]
     if case.layout is None:
         return [expected_keys(case)]
     pages, memory = page_memory(case.layout)
     slots = case.inputs["slots"]
     slots = slots.masked_fill(slots >= 5 * 64, -1)
-    reference.write_index_keys(expected_keys(case), pages, slots, case.layout)
+    # rotated here, so that what is compared is not one function with itself
+    keys = rotate(expected_keys(case)) if case.hadamard else expected_keys(case)
+    reference.write_index_keys(keys, pages, slots, dataclasses.replace(case.layout, hadamard=False))
     return [memory]
 
 
@@ -305,7 +311,7 @@ def call(module: Any, case: Query | Keys, device: str = "cpu") -> list[torch.Ten
     """What the case gives in a back end, on the host. Inputs keep their strides."""
     if isinstance(case, Query):
         q, cos, sin = (moved(x, device) for x in case.inputs)
-        values, scales = module.quantize_index_query(q, cos, sin, IndexDtype(case.kind), hadamard=case.hadamard)
+        values, scales = module.quantize_index_query(q, cos, sin, case.layout)
         return [values.cpu()] if scales is None else [values.cpu(), scales.cpu()]
     given = {name: moved(value, device) for name, value in case.inputs.items()}
     if case.layout is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,13 @@ from tests.ops.indexer_cases import PAGE, decode_vectors, page_bytes
 from tetrad.errors import ConfigError
 from tetrad.formats import mxfp4
 from tetrad.geometry import IndexDtype, IndexLayout
-from tetrad.ops import indexer_logits, quantize_index_query, write_index_keys, write_pooled_index_keys
+from tetrad.ops import (
+    index_topk,
+    indexer_logits,
+    quantize_index_query,
+    write_index_keys,
+    write_pooled_index_keys,
+)
 from tetrad.ops.index_keys import index_key_vectors, read_index_keys
 
 DTYPES = ["fp4", "fp8", "bf16", "fp32"]
@@ -43,7 +51,7 @@ def rotary_angles(rows: int, pairs: int, seed: int = 0) -> tuple[torch.Tensor, t
 def test_every_byte_of_a_page(dtype, dim, extra, compute):
     """Values and scales lie where the layout says, and no other byte is touched: pages are handed over as bytes."""
     torch.manual_seed(1)
-    layout = IndexLayout(IndexDtype(dtype), dim)
+    layout = IndexLayout(IndexDtype(dtype), dim, hadamard=False)
     pages, memory = guarded_pages(layout, 5, extra)
     slots = torch.tensor([0, 63, 64, 200, -1, 319, 100, -7])
     keys = (torch.randn(len(slots), dim) * torch.tensor([1, 1e-3, 30, 1, 1, 0, 1, 1]).unsqueeze(1)).to(compute)
@@ -107,18 +115,18 @@ def test_a_key_is_stored_alike_in_any_company(dtype):
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pooled_keys_are_made_and_stored(dtype, compute, hadamard):
-    """In one call what the two others do one after the other, with the compute dtype and the switch handed on."""
+    """In one call what the two others do one after the other, with the compute dtype handed on."""
     torch.manual_seed(8)
-    layout, cos_sin = IndexLayout(IndexDtype(dtype), 64), rotary_angles(9, 16)
+    layout, cos_sin = IndexLayout(dtype, 64, hadamard=hadamard), rotary_angles(9, 16)
     pooled, weight, slots = (
         torch.randn(9, 64) * 5,
         torch.rand(64) + 0.5,
         torch.tensor([5, 70, -1, 0, 63, 64, 127, -9, 7]),
     )
     pages, memory = guarded_pages(layout, 2, 80)
-    write_pooled_index_keys(pooled, weight, 1e-3, *cos_sin, compute, pages, slots, layout, hadamard=hadamard)
+    write_pooled_index_keys(pooled, weight, 1e-3, *cos_sin, compute, pages, slots, layout)
     expected, expected_memory = guarded_pages(layout, 2, 80)
-    keys = index_key_vectors(pooled, weight, 1e-3, *cos_sin, dtype=compute, hadamard=hadamard)
+    keys = index_key_vectors(pooled, weight, 1e-3, *cos_sin, dtype=compute)
     write_index_keys(keys, expected, slots, layout)
     assert torch.equal(memory, expected_memory)
     assert not torch.equal(memory, guarded_pages(layout, 2, 80)[1])
@@ -172,6 +180,24 @@ def hadamard_matrix(size: int) -> np.ndarray:
     return np.array([[(-1) ** (j & k).bit_count() for k in range(size)] for j in range(size)]) / np.sqrt(size)
 
 
+def stored_keys(
+    pooled: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    hadamard: bool = True,
+) -> torch.Tensor:
+    """What lies in pages that round no more: the keys as they are quantised elsewhere."""
+    count, dim = pooled.shape
+    layout = IndexLayout("fp32", dim, hadamard=hadamard)
+    pages = torch.zeros(-(-count // PAGE), layout.page_bytes, dtype=torch.uint8)
+    write_pooled_index_keys(pooled, weight, eps, cos, sin, dtype, pages, torch.arange(count), layout)
+    return read_index_keys(pages, torch.arange(count), layout)
+
+
 @pytest.mark.parametrize("dim", [32, 128])
 def test_key_vectors_equal_the_formula(dim):
     """RMSNorm, then RoPE on the last channels, then Hadamard over all of them; the order matters for each pair."""
@@ -181,8 +207,10 @@ def test_key_vectors_equal_the_formula(dim):
     x = pooled.double().numpy()
     x = weight.double().numpy() * x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
     expected = rotated_fp64(x, cos, sin) @ hadamard_matrix(dim)
-    got = index_key_vectors(pooled, weight, eps, cos, sin, torch.float32)
-    assert got.dtype == torch.float32
+    vectors = index_key_vectors(pooled, weight, eps, cos, sin, torch.float32)
+    assert vectors.dtype == torch.float32
+    np.testing.assert_allclose(vectors.numpy(), rotated_fp64(x, cos, sin), atol=3e-6)
+    got = stored_keys(pooled, weight, eps, cos, sin, torch.float32)
     np.testing.assert_allclose(got.numpy(), expected, atol=3e-6)
 
 
@@ -197,8 +225,8 @@ def test_key_vectors_round_at_every_step():
     torch.manual_seed(3)
     pooled, weight = torch.randn(400, 128), torch.rand(128) + 0.5
     cos, sin = rotary_angles(400, 32)
-    got = index_key_vectors(pooled, weight, 1e-6, cos, sin, torch.bfloat16)
-    assert got.dtype == torch.bfloat16
+    assert index_key_vectors(pooled, weight, 1e-6, cos, sin, torch.bfloat16).dtype == torch.bfloat16
+    got = stored_keys(pooled, weight, 1e-6, cos, sin, torch.bfloat16)
 
     x = bf16_fp64(pooled.double().numpy())
     x = bf16_fp64(weight.double().numpy() * x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6))
@@ -216,7 +244,7 @@ def test_query_equals_the_formula(dtype):
     q = torch.randn(6, 5, 64)
     cos, sin = rotary_angles(6, 16)
     expected = rotated_fp64(q.double().numpy(), cos, sin) @ hadamard_matrix(64)
-    values, scales = quantize_index_query(q, cos, sin, IndexDtype(dtype))
+    values, scales = quantize_index_query(q, cos, sin, IndexLayout(dtype, 64))
     stored = values.view(torch.uint8).numpy()
     if dtype == "fp4":
         assert values.shape == (6, 5, 32)
@@ -240,7 +268,7 @@ def test_query_rounds_to_its_own_dtype():
     torch.manual_seed(6)
     q = torch.randn(200, 2, 128).bfloat16()
     cos, sin = rotary_angles(200, 32)
-    values, _ = quantize_index_query(q, cos, sin, "fp32")
+    values, _ = quantize_index_query(q, cos, sin, IndexLayout("fp32", 128))
     assert values.dtype == torch.float32
     once = bf16_fp64(rotated_fp64(q.double().numpy(), cos, sin) @ hadamard_matrix(128))
     every = bf16_fp64(bf16_fp64(rotated_fp64(q.double().numpy(), cos, sin)) @ hadamard_matrix(128))
@@ -255,9 +283,9 @@ def test_without_the_rotation():
     cos, sin = rotary_angles(5, 4)
     x = pooled.double().numpy()
     x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
-    keys = index_key_vectors(pooled, torch.ones(24), 1e-6, cos, sin, torch.float32, hadamard=False)
+    keys = stored_keys(pooled, torch.ones(24), 1e-6, cos, sin, torch.float32, hadamard=False)
     np.testing.assert_allclose(keys.numpy(), rotated_fp64(x, cos, sin), atol=3e-6)
-    query, _ = quantize_index_query(q, cos, sin, "fp32", hadamard=False)
+    query, _ = quantize_index_query(q, cos, sin, IndexLayout("fp32", 24, hadamard=False))
     np.testing.assert_allclose(query.numpy(), rotated_fp64(q.double().numpy(), cos, sin), atol=3e-6)
 
 
@@ -270,7 +298,7 @@ def test_the_rotation_cancels_in_the_scores():
     pages = torch.zeros(2, layout.page_bytes, dtype=torch.uint8)
     keys = index_key_vectors(pooled, torch.ones(dim), 1e-6, *angles_k, dtype=torch.float32)
     write_index_keys(keys, pages, torch.arange(70), layout)
-    query, scale = quantize_index_query(q, *angles_q, layout.dtype)
+    query, scale = quantize_index_query(q, *angles_q, layout)
     one, end = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), 70, dtype=torch.int32)
     table = torch.tensor([[0, 1]], dtype=torch.int32)
     got = indexer_logits(query, scale, weights, pages, table, one, end, width=70)
@@ -299,21 +327,15 @@ def test_bad_arguments():
     with pytest.raises(TypeError, match="slots must be int64"):
         read_index_keys(pages, slots.int(), layout)
     with pytest.raises(TypeError, match="q must be float32 or bfloat16"):
-        quantize_index_query(torch.zeros(2, 1, 32).half(), cos, cos, "fp4")
+        quantize_index_query(torch.zeros(2, 1, 32).half(), cos, cos, layout)
     with pytest.raises(ValueError, match=r"cos must be .*; got the shape \[2, 8\]"):
-        quantize_index_query(torch.zeros(3, 1, 32), cos, cos, "fp4")
+        quantize_index_query(torch.zeros(3, 1, 32), cos, cos, layout)
     with pytest.raises(ValueError, match=r"sin must be .* = \[2, 8\]; got the shape \[2, 7\]"):
-        quantize_index_query(torch.zeros(2, 1, 32), cos, cos[:, :7], "fp4")
+        quantize_index_query(torch.zeros(2, 1, 32), cos, cos[:, :7], layout)
     with pytest.raises(ValueError, match="turns 16 channels, but there are only 8"):
-        quantize_index_query(torch.zeros(2, 1, 8), cos, cos, "fp8")
-    with pytest.raises(ValueError, match="power of two"):
-        quantize_index_query(torch.zeros(2, 1, 96), cos, cos, "fp4")
-    with pytest.raises(ValueError, match="multiple of 32"):
-        quantize_index_query(torch.zeros(2, 1, 16), cos, cos, "fp4")
-    with pytest.raises(ValueError, match="mxfp5"):
-        quantize_index_query(torch.zeros(2, 1, 32), cos, cos, "mxfp5")
-    with pytest.raises(ValueError, match="power of two"):
-        index_key_vectors(torch.zeros(2, 96), torch.ones(96), 1e-6, cos, cos, torch.float32)
+        quantize_index_query(torch.zeros(2, 1, 8), cos, cos, IndexLayout("fp8", 8))
+    with pytest.raises(ValueError, match="q has 64 channels, but the layout is of keys of 32"):
+        quantize_index_query(torch.zeros(2, 1, 64), cos, cos, layout)
     with pytest.raises(TypeError, match="pooled must be float32"):
         index_key_vectors(torch.zeros(2, 32).bfloat16(), torch.ones(32), 1e-6, cos, cos, torch.float32)
     with pytest.raises(TypeError, match="dtype must be float32 or bfloat16"):
@@ -332,3 +354,46 @@ def test_bad_arguments():
             write_pooled_index_keys(**(right | wrong))
     with pytest.raises(ConfigError, match="multiple of 32"):
         IndexLayout(IndexDtype.FP4, 40)
+    with pytest.raises(ConfigError, match="power of two"):
+        IndexLayout(IndexDtype.FP4, 96)
+
+
+# ---- both sides read one layout -----------------------------------------------------------------------------------
+
+
+def chosen_and_exact(layout: IndexLayout) -> tuple[set[int], set[int]]:
+    """The best 8 of 100 keys by the ops, as an engine of one's own would call them, and by the definition."""
+    torch.manual_seed(0)
+    keys, query, weights = torch.randn(100, 128), torch.randn(1, 64, 128), torch.rand(1, 64)
+    cache = torch.zeros((2, layout.page_bytes), dtype=torch.uint8)
+    write_index_keys(keys, cache, torch.arange(100), layout)
+    q, q_scale = quantize_index_query(query, torch.ones(1, 32), torch.zeros(1, 32), layout)
+    table, request, end = (torch.tensor(x, dtype=torch.int32) for x in ([[0, 1]], [0], [100]))
+    best = index_topk(q, q_scale, weights, cache, table, request, end, 8, width=100)
+    scores = torch.einsum("rhd,jd->rhj", query, keys)
+    exact = (weights[:, :, None] * scores.relu()).sum(1).topk(8).indices
+    return set(best[0].tolist()), set(exact[0].tolist())
+
+
+@pytest.mark.parametrize("hadamard", [True, False])
+@pytest.mark.parametrize(("dtype", "least"), [("fp32", 8), ("bf16", 8), ("fp8", 7), ("fp4", 5)])
+def test_what_is_written_is_found(dtype, least, hadamard):
+    """Keys were stored as they came while the query was rotated: of the best 8 in fp32 none was found, in FP4 one in
+    nine. Now both read in the layout whether to rotate."""
+    best, exact = chosen_and_exact(IndexLayout(dtype, 128, hadamard=hadamard))
+    assert len(best & exact) >= least
+
+
+@pytest.mark.parametrize("function", [quantize_index_query, write_index_keys, write_pooled_index_keys])
+def test_nobody_says_it_twice(function):
+    """A switch beside the layout could say something else than the layout of the other side."""
+    parameters = inspect.signature(function).parameters
+    assert "hadamard" not in parameters
+    assert "layout" in parameters
+
+
+def test_a_dtype_is_not_enough_for_a_query():
+    """It does not say whether the keys are rotated."""
+    cos = torch.ones(2, 8)
+    with pytest.raises(TypeError, match=r"layout must be an IndexLayout, such as IndexLayout\(.*\); got 'fp4'"):
+        quantize_index_query(torch.zeros(2, 1, 32), cos, cos, "fp4")

@@ -147,14 +147,14 @@ for arch, *target, op, dtype, kind, dim in json.loads(sys.argv[1]):
     layout, none = IndexLayout(kind, dim), {}
     if op == "query":
         kernel = portable.index_query_kernel
-        constants = portable.query_constants(arch, dtype, kind, 64, dim, 64, hadamard=True)
+        constants = portable.query_constants(arch, dtype, layout, 64, 64)
         signature = {"q": ELEMENTS[dtype], "cos": "*fp32", "sin": "*fp32", "values": "*u8", "scales": "*u8",
                      "vectors": "i32", "row_stride": "i32", "head_stride": "i32"}
         if not layout.scale_row_bytes:
             signature["scales"], none["scales"] = "constexpr", None
     else:
         kernel = portable.index_key_kernel
-        constants = portable.key_constants(arch, torch.float32, dtype, layout, 64, hadamard=True)
+        constants = portable.key_constants(arch, torch.float32, dtype, layout, 64)
         signature = {"source": "*fp32", "weight": ELEMENTS[dtype], "cos": "*fp32", "sin": "*fp32", "slots": "*i64",
                      "target": "*u8", "eps": "fp32", "count": "i32", "end": "i32", "source_stride": "i32",
                      "target_stride": "i32"}
@@ -274,7 +274,7 @@ def test_captured_on_the_device(kind):
 
     def step() -> tuple[torch.Tensor, torch.Tensor | None]:
         index_keys.write_pooled_index_keys(pages=pages_in(memory, case.layout), **given)
-        return index_keys.quantize_index_query(*q, kind)
+        return index_keys.quantize_index_query(*q, query.layout)
 
     step()
     torch.cuda.synchronize()

@@ -76,7 +76,7 @@ TABLE = [
     ("fp4", {"plan": IndexerPlan(torch.zeros((512, 4), dtype=INT32), 3, 70)}, ValueError, "width 70"),
     ("fp4", {"plan": IndexerPlan(torch.zeros((512, 4), dtype=INT32), 2, 71)}, ValueError, "made for 2 rows"),
     ("fp4", {"plan": IndexerPlan(torch.zeros((512, 4), dtype=INT32), 3, 71, 64)}, ValueError, "blocks of 64"),
-    ("fp4", {"plan": IndexerPlan(torch.zeros((512, 4)), 3, 71)}, TypeError, "plan must be int32"),
+    ("fp4", {"plan": lambda _: IndexerPlan(torch.zeros((512, 4)), 3, 71)}, TypeError, "buffer must be int32"),
     ("fp4", {"out": torch.zeros(3, 72)}, ValueError, r"out must be .* = \[3, 71\]; got the shape \[3, 72\]"),
     ("fp4", {"out": torch.zeros(3, 71).double()}, TypeError, "out must be float32 .*; got torch.float64"),
     ("fp4", {"out": torch.zeros(71, 3).T}, ValueError, "out must have adjacent elements"),

@@ -223,7 +223,7 @@ def test_quantisation_error_on_unit_normals(dtype, bound):
     torch.manual_seed(3)
     rows, heads, dim, length = 5, 64, 128, 700
     keys, queries, weights = torch.randn(length, dim), torch.randn(rows, heads, dim), torch.randn(rows, heads)
-    layout = IndexLayout(IndexDtype(dtype), dim)
+    layout = IndexLayout(dtype, dim, hadamard=False)
     cache = torch.full((11, layout.page_bytes), 0xFF, dtype=torch.uint8)
     write_index_keys(keys, cache, torch.arange(length), layout)
     q, q_scale = encode(queries, layout.dtype)

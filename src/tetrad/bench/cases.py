@@ -133,7 +133,8 @@ class Case:
         """The layout of the index cache's pages; of an op that reads keys."""
         if self.dtype is None:
             raise ValueError(f"{self.op} reads no keys")
-        return IndexLayout(self.dtype, self.head_dim)
+        # random bytes are stored as they are: no key is rotated
+        return IndexLayout(self.dtype, self.head_dim, hadamard=False)
 
     def __str__(self) -> str:
         return " ".join((str(self.shape), *([str(self.dtype)] if self.dtype else []), str(self.op)))
@@ -164,7 +165,7 @@ class BenchSettings:
         if not self.shapes or not self.dtypes or not self.ops:
             raise ConfigError("there is nothing to measure: name at least one shape, dtype and op")
         for dtype in self.dtypes:
-            IndexLayout(dtype, self.head_dim)  # refuses what cannot be stored
+            IndexLayout(dtype, self.head_dim, hadamard=False)  # refuses what cannot be stored
 
     def cases(self) -> Iterator[Case]:
         """Every case, shape by shape; what does not depend on the dtype comes once and first."""

@@ -19,7 +19,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     """Read: an fp32 sum. Matrix: an FP8 and a bf16 product of 8192 x 8192, on a CPU an fp32 one of 1024 x 1024."""
     read = _read_rate(device)
     if device.type == "cpu":
-        x = torch.randn((_CPU_SIZE, _CPU_SIZE))
+        x = torch.randn((_CPU_SIZE, _CPU_SIZE), dtype=torch.float32, device=device)
         matrix = _matrix_rate(lambda: x @ x, _CPU_SIZE, device, "fp32 product")
         return Ceilings(read, fp8=matrix, bf16=matrix)
     x = torch.randn((_GPU_SIZE, _GPU_SIZE), dtype=torch.bfloat16, device=device)
@@ -35,13 +35,13 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 def _read_rate(device: torch.device) -> Rate:
     size = _CPU_READ_BYTES if device.type == "cpu" else _GPU_READ_BYTES
     size = min(size, free_bytes(device) // 4)
-    x = torch.ones(size // 4, device=device)
+    x = torch.ones(size // 4, dtype=torch.float32, device=device)
     timing = time_calls([x.sum] * 2, device, _REPEATS)
     return Rate(1e6 * x.numel() * 4 / timing.microseconds, f"fp32 sum of {x.numel() * 4 >> 20} MiB")
 
 
 def _fp8_product(x: torch.Tensor) -> Call:
-    a, one = x.to(torch.float8_e4m3fn), torch.ones((), device=x.device)
+    a, one = x.to(torch.float8_e4m3fn), torch.ones((), dtype=torch.float32, device=x.device)
     b = a.t()
     return lambda: torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True

@@ -177,7 +177,7 @@ def plan_fault(plan: Any, inputs: InputSet) -> str | None:
     if bool((first < 0).any()) or bool((count < 1).any()) or bool((first + count > blocks[row]).any()):
         return "a work unit has no blocks, or blocks that its row does not see"
     start = (blocks.cumsum(0) - blocks)[row] + first
-    times = torch.zeros(int(blocks.sum()) + 1, dtype=torch.int64)
+    times = torch.zeros(int(blocks.sum()) + 1, dtype=torch.int64, device="cpu")
     times.index_add_(0, start, torch.ones_like(start))
     times.index_add_(0, start + count, -torch.ones_like(start))
     times = times.cumsum(0)[:-1]

@@ -161,7 +161,7 @@ def _make_set(
         made["block_tables"].copy_(tables())
     if case.op is Op.TOPK:
         made["logits"].normal_(generator=generator)
-    missing = torch.empty(0, device=device)
+    missing = torch.empty(0, dtype=torch.float32, device=device)
     return InputSet(
         case=case,
         q=made.get("q", missing),
@@ -191,13 +191,16 @@ class _Tables:
     """Block tables for one set after another: pages in random order, none twice before all were used."""
 
     def __init__(self, case: Case, pages: int, device: torch.device, generator: torch.Generator) -> None:
-        self._order = torch.randperm(pages, device=device, generator=generator)
+        self._order = torch.randperm(pages, dtype=torch.int64, device=device, generator=generator)
         self._shape = (case.shape.requests, _pages_of_request(case))
         self._next = 0
 
     def __call__(self) -> Tensor:
         count = math.prod(self._shape)
-        places = torch.arange(self._next, self._next + count, device=self._order.device) % self._order.shape[0]
+        places = (
+            torch.arange(self._next, self._next + count, dtype=torch.int64, device=self._order.device)
+            % self._order.shape[0]
+        )
         self._next += count
         return self._order[places].view(self._shape)
 
@@ -227,9 +230,11 @@ def _fill_vectors(data: Tensor, scales: Tensor, layout: IndexLayout, generator: 
         codes = torch.randint(0, 254, data.shape, dtype=torch.uint8, device=device, generator=generator)
         # 0x7F and 0xFF are NaN; stepping over the first leaves out the second
         data.copy_(codes.add_(codes >= 0x7F))
-        exponents = torch.randint(-6, 4, scales.shape[:-1], device=device, generator=generator)
+        exponents = torch.randint(-6, 4, scales.shape[:-1], dtype=torch.int64, device=device, generator=generator)
         scales.copy_(torch.exp2(exponents.float()).unsqueeze(-1).view(torch.uint8))
     else:
         dtype = torch.bfloat16 if layout.dtype is IndexDtype.BF16 else torch.float32
         size = (*data.shape[:-1], data.shape[-1] // dtype.itemsize)
-        data.copy_(torch.randn(size, device=device, generator=generator).to(dtype).view(torch.uint8))
+        data.copy_(
+            torch.randn(size, dtype=torch.float32, device=device, generator=generator).to(dtype).view(torch.uint8)
+        )

@@ -100,6 +100,12 @@ class CacheGroups:
         return {group.name: len(group.layers) * group.page_stride for group in kept}
 
     @property
+    def bytes_per_entry(self) -> dict[str, int]:
+        """Bytes of one entry in one layer, with its scales, by group of the whole context."""
+        layouts = {group.name: group.layout for group in self.groups if not isinstance(group.layout, RingLayout)}
+        return {name: layout.data_row_bytes + layout.scale_row_bytes for name, layout in layouts.items()}
+
+    @property
     def bytes_per_token(self) -> dict[str, float]:
         """Bytes by which each group grows with one more token of context."""
         return {name: size / BLOCK_SIZE for name, size in self.block_bytes.items()}
@@ -118,6 +124,53 @@ class CacheGroups:
     def total_bytes(self, sizes: CacheSizes) -> int:
         """Bytes of all groups."""
         return sum(group.bytes(sizes) for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDemand:
+    """What an engine asks of its caches, by number and by bytes over all layers."""
+
+    requests: int
+    step_rows: int
+    window_bytes: int  # of one request
+    ring_bytes: int  # of one request's compressors
+    step_bytes: int  # of all rows of a step
+    block_bytes: int
+    blocks_per_request: int  # of a request of the greatest length
+
+    @classmethod
+    def of(cls, groups: CacheGroups, *, requests: int, step_rows: int, blocks_per_request: int) -> CacheDemand:
+        """The demand of so many requests at once, and so many rows in a step."""
+        return cls(
+            requests=requests,
+            step_rows=step_rows,
+            window_bytes=groups.request_bytes(Lifetime.WINDOW),
+            ring_bytes=groups.request_bytes(Lifetime.COMPRESSOR),
+            step_bytes=groups.step_bytes(step_rows),
+            block_bytes=sum(groups.block_bytes.values()),
+            blocks_per_request=blocks_per_request,
+        )
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that are there however long the requests are: rings and the slots of a step's rows."""
+        return self.requests * (self.window_bytes + self.ring_bytes) + self.step_bytes
+
+    def describe_fixed(self) -> str:
+        """The arithmetic of ``fixed_bytes``, for a reader."""
+        one = self.window_bytes + self.ring_bytes
+        return (
+            f"{self.requests} requests x {format_bytes(one)} of window and compressor rings = "
+            f"{format_bytes(self.requests * one)}, {self.step_rows} rows of a step = {format_bytes(self.step_bytes)}"
+        )
+
+    def total_bytes(self, requests: int) -> int:
+        """Bytes with which this many requests of the greatest length fit."""
+        return self.fixed_bytes + requests * self.blocks_per_request * self.block_bytes
+
+    def sizes(self, blocks: int) -> CacheSizes:
+        """The sizes with so many blocks."""
+        return CacheSizes(blocks, self.requests, self.step_rows)
 
 
 def format_bytes(count: float) -> str:

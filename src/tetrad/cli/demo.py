@@ -16,12 +16,12 @@ from tetrad import bundled
 from tetrad.cache.spec import CacheSpec, format_bytes
 from tetrad.config.args import EngineArgs
 from tetrad.config.engine_config import parse_tokens
+from tetrad.errors import RequestError
+from tetrad.eval.documents import STOP, Document, Question, make_document
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.outputs import RequestOutput
 from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.frontend.selection_recorder import SelectionRecorder
-from tetrad.errors import RequestError
-from tetrad.eval.documents import STOP, Document, Question, make_document
 from tetrad.geometry import CSA_RATIO, IndexDtype, IndexLayout
 
 _SPANS = 6
@@ -87,13 +87,13 @@ def _ask(engine: LLMEngine, document: Document) -> tuple[list[Asked], Tensor]:
     ids = engine.add_requests([document.text + question.prompt for question in document.questions], params)
     finished: dict[str, RequestOutput] = {}
     chosen: dict[str, dict[int, Tensor]] = {}
-    logits = torch.empty(0)
+    logits = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def keep(_module: Any, _inputs: Any, output: Tensor) -> None:
         nonlocal step
         step = output
 
-    step = torch.empty(0)
+    step = torch.empty(0, dtype=torch.float32, device="cpu")
     handle = engine.runner.model.register_forward_hook(keep)
     with SelectionRecorder(engine) as recorder:
         while engine.has_unfinished_requests:
@@ -167,7 +167,7 @@ def _prove(engine: LLMEngine, item: Asked, decoded: Tensor) -> int:
     """Compute the last token of the first answer again, from nothing, as one prefill; the logits must be equal."""
     result = item.output
     ids = result.prompt_token_ids + result.outputs[0].token_ids[:-1]
-    again = torch.empty(0)
+    again = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def keep(_module: Any, _inputs: Any, output: Tensor) -> None:
         nonlocal again

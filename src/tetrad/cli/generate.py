@@ -19,11 +19,11 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from tetrad.cli.flags import add_engine_flags, engine_args, json_object
+from tetrad.errors import ConfigError, RequestError
 from tetrad.frontend.generation_config import GenerationConfig
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.outputs import RequestOutput
 from tetrad.frontend.sampling_params import SamplingParams
-from tetrad.errors import ConfigError, RequestError
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _INTEGERS = ("n", "max_tokens", "min_tokens", "logprobs")
@@ -114,7 +114,7 @@ def _describe(engine: LLMEngine) -> None:
     """The resolved configuration, once, on stderr."""
     config = engine.config
     print(
-        f"{config.args.model}: {config.dtype} on {config.device}, KV cache {config.kv_cache_dtype}, index cache "
+        f"{config.model_path}: {config.dtype} on {config.device}, KV cache {config.kv_cache_dtype}, index cache "
         f"{config.index_cache_dtype.dtype} ({config.index_cache_dtype.reason}), up to {config.max_model_len} tokens, "
         f"{engine.runner.sizes.blocks} blocks",
         file=sys.stderr,
@@ -131,7 +131,8 @@ def _sampling(parsed: argparse.Namespace) -> SamplingParams:
     }
     given |= {name: value for name, value in optional.items() if value is not None}
     # what no flag says is as the model's generation_config.json has it
-    defaults = GenerationConfig.load(engine_args(parsed.parser, parsed)).sampling_params
+    args = engine_args(parsed.parser, parsed)
+    defaults = GenerationConfig.load(args.model, args.generation_config).sampling_params
     return dataclasses.replace(defaults, **given)
 
 

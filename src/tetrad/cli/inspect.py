@@ -6,18 +6,27 @@ import argparse
 import dataclasses
 import json
 import math
+import sys
+import textwrap
 from collections import Counter
 from typing import Any
 
+from tetrad import bundled
 from tetrad.cache.spec import CacheSpec, format_bytes
 from tetrad.cli.flags import add_engine_flags, engine_args
+from tetrad.config import memory
 from tetrad.config.engine_config import EngineConfig
 from tetrad.errors import ConfigError
-from tetrad.geometry import IndexDtype
+from tetrad.frontend.llm_engine import LLMEngine
+from tetrad.frontend.selection_recorder import describe_selection
+from tetrad.geometry import BLOCK_SIZE, IndexDtype
+from tetrad.models.checkpoint.sizes import weight_bytes
 from tetrad.models.checkpoint.tensors import expected_tensors
 from tetrad.models.config import LayerKind, ModelConfig
 from tetrad.ops.backends import BACKENDS, Problem, choose_backend
 
+_WIDTH = 100
+_INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "  "}
 _KINDS = {
     LayerKind.SWA: "window only",
     LayerKind.CSA: "window + chosen 4:1 entries",
@@ -28,35 +37,71 @@ _KINDS = {
 def add_command(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
-        "inspect", help="layers, parameters, bytes per token and back ends of a model (reads only config.json)"
+        "inspect",
+        help="layers, parameters, memory and back ends of a model (reads only config.json); what its indexer chooses",
+        description="Describe a model by its config.json alone: layers, parameters, bytes of weights and caches, how "
+        "many tokens and sequences fit, and which back end each op gets. The names deepseek-v4-flash and "
+        "deepseek-v4-pro are the released models' configurations, which are in this package. With --selection, "
+        "continue a prompt and print which entries each CSA layer (compressed sparse attention) chose.",
     )
     add_engine_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    group = parser.add_argument_group(
+        "selection",
+        'Print JSON: {"index_topk", "tokens_per_entry", "prompt_token_ids", "text", "steps": [{"position", "token_id", '
+        '"visible", "layers": {LAYER: [ENTRIES]}}], ...}. A step is a drawn token; entry j stands for the tokens 4j to '
+        "4j + 3; visible is how many entries there were to choose from. Reads the weights (or --load-dummy).",
+    )
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("--selection", metavar="TEXT", help="the prompt")
+    source.add_argument("--selection-token-ids", type=_token_ids, metavar="IDS", help="the prompt as ids: 5,17,3")
+    group.add_argument(
+        "--selection-tokens", type=int, metavar="N", help="tokens to draw, the likeliest each time; default 1"
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     """Print the report."""
-    config = EngineConfig.resolve(engine_args(parser, parsed))
-    report = describe(config)
+    args = engine_args(parser, parsed)
+    prompt = parsed.selection if parsed.selection is not None else parsed.selection_token_ids
+    if prompt is not None:
+        engine = LLMEngine(args, progress=sys.stderr.isatty())
+        count = 1 if parsed.selection_tokens is None else parsed.selection_tokens
+        chosen = describe_selection(engine, prompt, count)
+        print(json.dumps({"model": bundled.name_of(engine.config.model_path)} | chosen, indent=2))
+        return 0
+    if parsed.selection_tokens is not None:
+        parser.error("--selection-tokens needs a prompt: --selection TEXT or --selection-token-ids IDS")
+    report = describe(EngineConfig.resolve(args))
     print(json.dumps(report, indent=2) if parsed.json else _text(report))
     return 0
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not token ids, as in 5,17,3: {text!r}") from error
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
     """The report as plain values."""
     model = config.model
     kinds = Counter(model.layer_kinds)
+    weights = _weights(config)
     return {
-        "model": str(config.args.model),
+        "model": bundled.name_of(config.model_path),
         "layers": {kind.value: kinds[kind] for kind in LayerKind},
         "layer_order": [kind.value for kind in model.layer_kinds],
         "hca_ratio": model.hca_ratio,
         "parameters": _parameters(model),
+        "weights": weights,
         "index_topk": model.index_topk,
         "max_position_embeddings": model.max_position_embeddings,
         "device": str(config.device),
         "platform": config.platform.arch,
+        "cpu_threads": str(config.cpu_threads) if config.device.type == "cpu" else None,
         "dtype": str(config.dtype).removeprefix("torch."),
         "kv_cache_dtype": config.kv_cache_dtype.value,
         "index_cache_dtype": config.index_cache_dtype.dtype,
@@ -67,6 +112,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
             "compressor_state_bytes": config.cache_spec.state_bytes,
             "window_block_bytes": config.cache_spec.window_block_bytes,
         },
+        "memory": _memory(config, weights["held_bytes"]),
         "back_ends": {op: _backend(op, config) for op in BACKENDS},
     }
 
@@ -83,6 +129,46 @@ def _parameters(model: ModelConfig) -> dict[str, int]:
     idle = per_expert * (model.n_routed_experts - model.num_experts_per_tok)
     counts["active"] = counts["total"] - idle - (model.vocab_size - 1) * model.hidden_size
     return dict(counts)
+
+
+def _weights(config: EngineConfig) -> dict[str, Any]:
+    """Bytes of the weights, and why they do not fit where they do not."""
+    weights, available = weight_bytes(config.model, config.dtype), memory.weight_memory(config)
+    report: dict[str, Any] = {
+        "held_bytes": weights.held,
+        "held_routed_experts_bytes": weights.held_experts,
+        "stored_bytes": weights.stored,
+        "available_bytes": available,
+    }
+    refusal = memory.weights_refusal(config, weights, available)
+    return report if refusal is None else report | {"refused": refusal}
+
+
+def _memory(config: EngineConfig, weights_held: int) -> dict[str, Any]:
+    """What the caches need for the lengths and numbers that were asked for, and what fits into their memory."""
+    demand = config.cache_demand
+    report: dict[str, Any] = {
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "cache_bytes_available": memory.cache_memory(config, weights_held),
+        "window_bytes": demand.window_blocks * demand.window_block_bytes,
+        "state_bytes": demand.states * demand.state_bytes,
+        "block_bytes": demand.block_bytes,
+        "blocks_per_sequence": demand.blocks_per_sequence,
+        "one_sequence_bytes": demand.total_bytes(1),
+        "all_sequences_bytes": demand.total_bytes(config.max_num_seqs),
+    }
+    try:
+        sizes = config.cache_sizes(report["cache_bytes_available"])
+    except ConfigError as error:
+        return report | {"refused": str(error)}
+    return report | {
+        "blocks": sizes.blocks,
+        "tokens_that_fit": sizes.blocks * BLOCK_SIZE,
+        "sequences_that_fit": min(sizes.blocks // demand.blocks_per_sequence, config.max_num_seqs),
+        "cache_bytes": sizes.total_bytes(config.cache_spec),
+    }
 
 
 def _caches(spec: CacheSpec, dtype: IndexDtype) -> dict[str, Any]:
@@ -112,6 +198,7 @@ def _text(report: dict[str, Any]) -> str:
         report["model"],
         f"  parameters   {parameters['total']:,} ({parameters['active']:,} active per token)",
         f"  device       {report['device']} ({report['platform']}), {report['dtype']}",
+        *([f"  CPU threads  {report['cpu_threads']}"] if report["cpu_threads"] else []),
         f"  KV cache     {report['kv_cache_dtype']}",
         f"  index cache  {report['index_cache_dtype']}: {report['index_cache_dtype_reason']}",
         f"  index top-k  {report['index_topk']} entries",
@@ -136,8 +223,49 @@ def _text(report: dict[str, Any]) -> str:
         f"  and per sequence {format_bytes(sequence['compressor_state_bytes'])} of compressor state, "
         f"{format_bytes(sequence['window_block_bytes'])} per block of 256 window tokens"
     )
+    lines += ["", *_weights_text(report), "", *_memory_text(report)]
     lines += ["", "back ends on this device"]
     for op, choice in report["back_ends"].items():
         lines.append(f"  {op:18}{choice['name']}: {choice['reason']}")
         lines += [f"  {'':18}not {name}: {reason}" for name, reason in choice["refused"].items()]
     return "\n".join(lines)
+
+
+def _weights_text(report: dict[str, Any]) -> list[str]:
+    weights = report["weights"]
+    available = weights["available_bytes"]
+    lines = [
+        "weights",
+        f"  held         {format_bytes(weights['held_bytes'])} in {report['dtype']}, "
+        f"{format_bytes(weights['held_routed_experts_bytes'])} of it routed experts",
+        f"  as stored    {format_bytes(weights['stored_bytes'])}",
+        f"  available    {'unknown' if available is None else format_bytes(available)} on {report['device']}",
+    ]
+    if "refused" in weights:
+        lines += textwrap.wrap(f"not on this device: {weights['refused']}", _WIDTH, **_INDENT)
+    return lines
+
+
+def _memory_text(report: dict[str, Any]) -> list[str]:
+    caches, count = report["memory"], report["memory"]["max_num_seqs"]
+    sequence = caches["blocks_per_sequence"] * caches["block_bytes"]
+    lines = [
+        f"caches for max_model_len {caches['max_model_len']:,}, max_num_seqs {count:,}, "
+        f"max_num_batched_tokens {caches['max_num_batched_tokens']:,}",
+        f"  always       {format_bytes(caches['window_bytes'])} of window blocks, "
+        f"{format_bytes(caches['state_bytes'])} of compressor states",
+        f"  a sequence   {caches['blocks_per_sequence']:,} blocks of 256 tokens x "
+        f"{format_bytes(caches['block_bytes'])} = {format_bytes(sequence)}",
+        f"  needed       {format_bytes(caches['one_sequence_bytes'])} for one sequence, "
+        f"{format_bytes(caches['all_sequences_bytes'])} for all {count:,}",
+        f"  available    {format_bytes(caches['cache_bytes_available'])} (--kv-cache-memory-gb)",
+    ]
+    if "refused" in caches:
+        return lines + textwrap.wrap(caches["refused"], _WIDTH, **_INDENT)
+    total = report["weights"]["held_bytes"] + caches["cache_bytes"]
+    return [
+        *lines,
+        f"  fits         {caches['tokens_that_fit']:,} tokens, or {caches['sequences_that_fit']:,} sequences of "
+        f"max_model_len, in {format_bytes(caches['cache_bytes'])}",
+        f"  with weights {format_bytes(total)}",
+    ]

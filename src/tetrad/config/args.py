@@ -24,7 +24,8 @@ class EngineArgs:
         default="",
         kw_only=False,
         metadata={
-            "help": "folder of the checkpoint; bundled is the small model of this package",
+            "help": "folder of the checkpoint; bundled is the small model of this package; deepseek-v4-flash and "
+            "deepseek-v4-pro are the configurations of the released models, without weights",
             "aliases": ("--model-path",),
         },
     )
@@ -38,6 +39,12 @@ class EngineArgs:
         metavar="FOLDER",
     )
     device: str = _option("auto", "auto (cuda where there is one), cpu, cuda or cuda:N")
+    cpu_threads: int | str = _option(
+        "auto",
+        "threads of a step on a CPU; auto is OMP_NUM_THREADS where it is set, else 1 for a small model, all cores for "
+        "a large one",
+        metavar="N",
+    )
     dtype: str = _option(
         "auto", "compute dtype; auto is the checkpoint's own", choices=("auto", "bfloat16", "bf16", "float32", "fp32")
     )
@@ -64,7 +71,9 @@ class EngineArgs:
     load_format: str = _option(
         "auto", "dummy: random weights, only config.json is read", choices=("auto", "dummy"), const_alias="--load-dummy"
     )
-    hf_overrides: dict[str, Any] = _option({}, "values that replace those of config.json", metavar="JSON")
+    hf_overrides: dict[str, Any] = _option(
+        {}, "values that replace those of config.json, by its own names; an object may hold a part", metavar="JSON"
+    )
     block_size: int = _option(256, "tokens in a block; only 256 is possible")
     max_model_len: int | str | None = _option(
         None, "most tokens of a prompt and its output; 128K is 131072, 128k is 128000", metavar="TOKENS"

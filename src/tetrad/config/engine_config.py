@@ -15,18 +15,23 @@ from typing import Any
 import torch
 
 from tetrad import bundled
-from tetrad.cache.spec import CacheSizes, CacheSpec, format_bytes
+from tetrad.cache.groups import CacheDemand, CacheGroups, CacheSizes, format_bytes
 from tetrad.config.args import EngineArgs
+from tetrad.config.cpu_threads import CpuThreads, choose_cpu_threads
 from tetrad.errors import ConfigError
-from tetrad.geometry import IndexDtype, KVDtype, blocks_for, check_block_size, window_blocks_bound
+from tetrad.geometry import BLOCK_SIZE, IndexDtype, KVDtype, blocks_for, bucket_rows, check_block_size
+from tetrad.models.caches import cache_groups
 from tetrad.models.config import ModelConfig
+from tetrad.models.indexer import IndexerOptions
 from tetrad.models.linear import ActivationQuant
 from tetrad.ops.backends import Problem, offers
+from tetrad.ops.indexer_logits import uses_plan
 from tetrad.platforms import Platform, ResolvedIndexDtype, current_platform, resolve_index_dtype
 
 LOGITS_BUDGET_VARIABLE = "ATOM_SPARSE_INDEXER_LOGITS_BUDGET_MB"
 DEFAULT_LOGITS_BUDGET_MB = 2048
 DEFAULT_CPU_CACHE_GB = 4.0
+GIB = 1 << 30
 _DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
 _SUFFIXES = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 
@@ -43,20 +48,36 @@ def parse_tokens(value: int | str, name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the engine is built from. Made by ``resolve``; every later decision reads it, none asks again."""
+    """What the engine is built from. Made by ``resolve``; every later decision reads it, none reads the options again.
 
-    args: EngineArgs
+    names_tokenizer: whether the tokenizer was named, and is not just looked for in the model's folder;
+    generation_config: auto, none or a folder; kv_cache_bytes: None for what the device leaves; blocks_override: None
+    for what fits.
+    """
+
+    model_path: str
     model: ModelConfig
+    tokenizer_path: str
+    names_tokenizer: bool
+    generation_config: str
+    load_format: str
+    seed: int | None
     device: torch.device
     platform: Platform
     dtype: torch.dtype
     kv_cache_dtype: KVDtype
     index_cache_dtype: ResolvedIndexDtype
+    index_hadamard: bool
     activation_quant: ActivationQuant
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
-    logits_budget_bytes: int
+    chunked_prefill: bool
+    indexer: IndexerOptions
+    kv_cache_bytes: int | None
+    gpu_memory_utilization: float
+    blocks_override: int | None
+    cpu_threads: CpuThreads
 
     @classmethod
     def resolve(cls, args: EngineArgs, *, platform: Platform | None = None) -> EngineConfig:
@@ -87,34 +108,61 @@ class EngineConfig:
         kv_choice = _choice(args, "kv_cache_dtype")
         if kv_choice == "auto":
             kv_choice = "fp8" if model.quantized else {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+        index_dtype = _index_dtype(args, model, platform)
+        scorer = Problem(index_dtype.dtype, model.index_head_dim, model.index_n_heads)
         return cls(
-            args=args,
+            model_path=str(args.model),
             model=model,
+            tokenizer_path=str(args.tokenizer or args.model),
+            names_tokenizer=bool(args.tokenizer),
+            generation_config=str(args.generation_config),
+            load_format=args.load_format,
+            seed=args.seed,
             device=device,
             platform=platform,
             dtype=dtype,
             kv_cache_dtype=KVDtype(kv_choice),
-            index_cache_dtype=_index_dtype(args, model, platform),
+            index_cache_dtype=index_dtype,
+            index_hadamard=args.index_hadamard,
             activation_quant=ActivationQuant(_choice(args, "linear_activation_quant")),
             max_model_len=max_model_len,
             max_num_batched_tokens=tokens,
             max_num_seqs=args.max_num_seqs,
-            logits_budget_bytes=_logits_budget_mb(args) << 20,
+            chunked_prefill=args.enable_chunked_prefill,
+            indexer=IndexerOptions(_logits_budget_mb(args) << 20, plan=uses_plan(platform, scorer)),
+            kv_cache_bytes=None if args.kv_cache_memory_gb is None else int(args.kv_cache_memory_gb * GIB),
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            blocks_override=args.num_gpu_blocks_override,
+            cpu_threads=choose_cpu_threads(args.cpu_threads, model, device),
         )
 
     @property
-    def cache_spec(self) -> CacheSpec:
+    def cache_groups(self) -> CacheGroups:
         """The caches of this model in these dtypes."""
-        model = self.model
-        return CacheSpec(
-            layer_ratios=model.compress_ratios,
-            head_dim=model.head_dim,
-            rope_dim=model.qk_rope_head_dim,
-            index_head_dim=model.index_head_dim,
-            window=model.sliding_window,
+        return self.cache_groups_with(IndexDtype(self.index_cache_dtype.dtype))
+
+    def cache_groups_with(self, index_dtype: IndexDtype) -> CacheGroups:
+        """The same with index keys in another dtype.
+
+        Raises:
+            ConfigError: the model's keys cannot be stored so.
+        """
+        return cache_groups(
+            self.model,
             kv_dtype=self.kv_cache_dtype,
-            index_dtype=IndexDtype(self.index_cache_dtype.dtype),
+            index_dtype=index_dtype,
             compute_dtype=self.dtype,
+            index_hadamard=self.index_hadamard,
+        )
+
+    @property
+    def cache_demand(self) -> CacheDemand:
+        """What the caches of this engine need, by number and by bytes."""
+        return CacheDemand.of(
+            self.cache_groups,
+            requests=self.max_num_seqs,
+            step_rows=bucket_rows(self.max_num_batched_tokens, self.device.type, chunks=True),
+            blocks_per_request=blocks_for(self.max_model_len),
         )
 
     def cache_sizes(self, available_bytes: int) -> CacheSizes:
@@ -123,36 +171,28 @@ class EngineConfig:
         Raises:
             ConfigError: with the arithmetic, where not even one sequence of max_model_len fits.
         """
-        spec = self.cache_spec
-        windows = window_blocks_bound(self.max_num_seqs, self.max_num_batched_tokens, spec.window)
-        window_bytes = windows * spec.window_block_bytes
-        state_bytes = self.max_num_seqs * spec.state_bytes
-        block_bytes = sum(spec.block_bytes.values())
-        needed = blocks_for(self.max_model_len)
-        useful = needed * self.max_num_seqs
-        if self.args.num_gpu_blocks_override is not None:
-            blocks = self.args.num_gpu_blocks_override
+        demand = self.cache_demand
+        needed, useful = demand.blocks_per_request, demand.blocks_per_request * self.max_num_seqs
+        if self.blocks_override is not None:
+            blocks = self.blocks_override
             if blocks < needed:
                 raise ConfigError(
                     f"num_gpu_blocks_override {blocks} is too low: one sequence of max_model_len {self.max_model_len} "
                     f"needs {needed} blocks; raise it to at least that, or lower --max-model-len"
                 )
-        elif block_bytes:
-            blocks = min(max(available_bytes - window_bytes - state_bytes, 0) // block_bytes, useful)
+        elif demand.block_bytes:
+            blocks = min(max(available_bytes - demand.fixed_bytes, 0) // demand.block_bytes, useful)
         else:
-            blocks = useful if window_bytes <= available_bytes else 0
+            blocks = useful if demand.fixed_bytes <= available_bytes else 0
         if blocks < needed:
-            total = window_bytes + state_bytes + needed * block_bytes
             raise ConfigError(
-                f"the caches do not fit: {windows} window blocks x {format_bytes(spec.window_block_bytes)} = "
-                f"{format_bytes(window_bytes)}, {self.max_num_seqs} compressor states x "
-                f"{format_bytes(spec.state_bytes)} = {format_bytes(state_bytes)}, and one sequence of max_model_len "
-                f"{self.max_model_len} needs {needed} blocks x {format_bytes(block_bytes)} = "
-                f"{format_bytes(needed * block_bytes)}: {format_bytes(total)} in all, but there are "
-                f"{format_bytes(available_bytes)}, which leave {blocks} blocks. Lower --max-model-len, --max-num-seqs "
-                f"or --max-num-batched-tokens, or raise --kv-cache-memory-gb"
+                f"the caches do not fit: {demand.describe_fixed()}, and one sequence of max_model_len "
+                f"{self.max_model_len} needs {needed} blocks x {format_bytes(demand.block_bytes)} = "
+                f"{format_bytes(needed * demand.block_bytes)}: {format_bytes(demand.total_bytes(1))} in all, but there "
+                f"are {format_bytes(available_bytes)}, which leave {blocks} blocks. Lower --max-model-len, "
+                f"--max-num-seqs or --max-num-batched-tokens, or raise --kv-cache-memory-gb"
             )
-        return CacheSizes(blocks, windows, self.max_num_seqs)
+        return demand.sizes(blocks)
 
     def compute_hash(self) -> str:
         """SHA-256 over everything that changes what is computed or how the caches lie, as hex digits."""
@@ -163,9 +203,9 @@ class EngineConfig:
             "dtype": str(self.dtype),
             "kv_cache_dtype": str(self.kv_cache_dtype),
             "index_cache_dtype": self.index_cache_dtype.dtype,
-            "index_hadamard": self.args.index_hadamard,
+            "index_hadamard": self.index_hadamard,
             "linear_activation_quant": str(self.activation_quant),
-            "block_size": self.args.block_size,
+            "block_size": BLOCK_SIZE,
             "max_model_len": self.max_model_len,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_num_seqs": self.max_num_seqs,

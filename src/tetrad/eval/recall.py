@@ -15,11 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tetrad.config.args import EngineArgs
+from tetrad.errors import ConfigError
+from tetrad.eval.documents import KINDS, STOP, Document, Question, make_document
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.frontend.selection_recorder import SelectionRecorder
-from tetrad.errors import ConfigError
-from tetrad.eval.documents import KINDS, STOP, Document, Question, make_document
 
 BASELINE = "bf16"
 """The index format that the others are compared with: its keys are not quantised."""

@@ -12,6 +12,8 @@ import functools
 import torch
 from torch import Tensor
 
+from tetrad.formats.arguments import check_is_tensor, described
+
 NAN_BYTE = 255
 """The byte of a group that holds an infinity or a NaN."""
 
@@ -28,6 +30,7 @@ def as_bytes(scales: Tensor) -> Tensor:
     :param scales: uint8, int8 (how safetensors files carry raw bytes) or ``torch.float8_e8m0fnu``, any shape
     :raises TypeError: for any other dtype, since a number that is not a byte would silently change its meaning
     """
+    check_is_tensor("scales", scales)
     if scales.dtype == torch.uint8:
         return scales
     if scales.dtype in (torch.int8, torch.float8_e8m0fnu):
@@ -41,7 +44,10 @@ def decode(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     Exact in fp32, bf16 and fp64. fp16 ends at 2^15 and 2^-24: beyond that it gives infinity and zero.
 
     :param scales: e8m0 bytes as :func:`as_bytes` takes them
+    :param dtype: torch.float64, torch.float32, torch.bfloat16 or torch.float16
+    :raises TypeError: for another dtype of either
     """
+    product_dtype(dtype)
     return _numbers(scales.device)[as_bytes(scales).int()].to(dtype)
 
 
@@ -76,6 +82,7 @@ def encode_ceil(values: Tensor) -> Tensor:
     :param values: fp32, magnitudes
     :raises TypeError: for any other dtype
     """
+    check_is_tensor("values", values)
     if values.dtype != torch.float32:
         raise TypeError(f"encode_ceil reads fp32 bits, it cannot take {values.dtype}")
     bits = (values.detach().view(torch.int32) & _MAGNITUDE_MASK).clamp_max_(_INFINITY)
@@ -95,4 +102,7 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
         return dtype
     if dtype == torch.float16:
         return torch.float32
-    raise TypeError(f"dequantised values are float64, float32, bfloat16 or float16, not {dtype}")
+    raise TypeError(
+        f"dequantised values are torch.float64, torch.float32, torch.bfloat16 or torch.float16; dtype is "
+        f"{described(dtype)}"
+    )

@@ -10,11 +10,15 @@ group or tile at the edge may be short and simply has fewer values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tetrad.errors import check_integer
 from tetrad.formats import e8m0
+from tetrad.formats.arguments import check_is_tensor, described
 
 LARGEST = 448.0
 """The largest E4M3 magnitude."""
@@ -143,6 +147,7 @@ def quantize_index(x: Tensor) -> tuple[Tensor, Tensor]:
     :raises ValueError: if D is 0 or ``x`` has no dimension
     :raises TypeError: for other dtypes
     """
+    check_is_tensor("what is quantised", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"an index row needs at least one value; got the shape {list(x.shape)}")
     values, scales = quantize_groups(x, x.shape[-1])
@@ -167,16 +172,19 @@ def _split(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _check_source(x: Tensor) -> None:
+    check_is_tensor("what is quantised", x)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"FP8 quantises float32, bfloat16 or float16, not {x.dtype}; cast it first")
 
 
 def _check_values(values: Tensor) -> None:
+    check_is_tensor("values", values)
     if values.dtype != torch.float8_e4m3fn:
         raise TypeError(f"FP8 values are float8_e4m3fn, not {values.dtype}; view raw bytes as it")
 
 
 def _check_group(group: int) -> None:
+    check_integer("group", group)
     if group < 1:
         raise ValueError(f"an FP8 group holds at least one value, not {group}")
 
@@ -184,5 +192,9 @@ def _check_group(group: int) -> None:
 def _check_block(tensor: Tensor, block: tuple[int, int]) -> None:
     if tensor.dim() < 2:
         raise ValueError(f"FP8 tiles need a tensor with rows and columns; got the shape {list(tensor.shape)}")
+    if not isinstance(block, Sequence) or isinstance(block, str) or len(block) != 2:
+        raise TypeError(f"block must be the rows and columns of a tile, such as (128, 128); got {described(block)}")
+    for size in block:
+        check_integer("a size in block", size)
     if min(block) < 1:
         raise ValueError(f"an FP8 tile has at least one row and one column, not {list(block)}")

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetrad.formats.arguments import check_is_tensor
+
 
 def rotate(x: Tensor) -> Tensor:
     """H x / sqrt(n) along the last dimension, in the shape and dtype of ``x``.
@@ -23,6 +25,7 @@ def rotate(x: Tensor) -> Tensor:
     :raises ValueError: if n is not a power of two
     :raises TypeError: if ``x`` is not floating point
     """
+    check_is_tensor("x", x)
     if not x.is_floating_point():
         raise TypeError(f"only floating-point tensors can be rotated, not {x.dtype}")
     size = x.shape[-1] if x.dim() else 0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tetrad.formats import e8m0
+from tetrad.formats.arguments import check_is_tensor
 
 GROUP_SIZE = 32
 """Values that share one scale."""
@@ -39,6 +40,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     :raises ValueError: if D is not a multiple of 32
     :raises TypeError: for other dtypes. fp64 is among them: through fp32 it would be rounded twice
     """
+    check_is_tensor("what is quantised", x)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"MXFP4 quantises float32, bfloat16 or float16, not {x.dtype}; cast it first")
     if x.dim() == 0 or x.shape[-1] % GROUP_SIZE:
@@ -88,6 +90,7 @@ def pack(codes: Tensor) -> Tensor:
 
     :raises ValueError: if D is odd
     """
+    check_is_tensor("codes", codes)
     if codes.dtype != torch.uint8:
         raise TypeError(f"codes are uint8, not {codes.dtype}")
     if codes.dim() == 0 or codes.shape[-1] % 2:
@@ -107,6 +110,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def _packed_bytes(packed: Tensor) -> Tensor:
+    check_is_tensor("packed", packed)
     if packed.dtype == torch.uint8:
         return packed
     if packed.dtype in (torch.int8, torch.float4_e2m1fn_x2):

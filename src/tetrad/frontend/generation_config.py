@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tetrad import bundled
-from tetrad.config.args import EngineArgs
-from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.errors import ConfigError, RequestError
+from tetrad.frontend.sampling_params import SamplingParams
 
 FILE = "generation_config.json"
 _SAMPLING = {
@@ -42,18 +41,18 @@ class GenerationConfig:
     changed: tuple[str, ...] = ()
 
     @classmethod
-    def load(cls, args: EngineArgs) -> GenerationConfig:
-        """Reads the file that ``args.generation_config`` names.
+    def load(cls, model: str | Path, choice: str | Path = "auto") -> GenerationConfig:
+        """Reads the file that ``choice`` names.
 
         "auto" is that of the model's folder, where there is one; "none" reads no file; anything else is a folder.
 
         Raises:
             ConfigError: the named folder has no such file, or the file cannot be followed.
         """
-        choice = str(args.generation_config)
+        choice = str(choice)
         if choice == "none":
             return cls()
-        path = Path(bundled.resolve(args.model) if choice == "auto" else choice) / FILE
+        path = Path(bundled.resolve(model) if choice == "auto" else choice) / FILE
         if not path.exists() and not path.is_symlink():  # a link to nowhere is a broken download
             if choice == "auto":
                 return cls()

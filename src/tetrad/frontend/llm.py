@@ -10,12 +10,12 @@ from typing import Any, Concatenate, ParamSpec
 from tqdm import tqdm
 
 from tetrad.config.args import EngineArgs
+from tetrad.errors import RequestError
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.outputs import RequestOutput
 from tetrad.frontend.prompts import Prompt, read_prompts
 from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.frontend.tokenizer import Tokenizer
-from tetrad.errors import RequestError
 
 _Options = ParamSpec("_Options")
 

@@ -12,17 +12,16 @@ from collections.abc import Sequence as SequenceOf
 
 from tetrad.config.args import EngineArgs
 from tetrad.config.engine_config import EngineConfig
+from tetrad.core.engine_core import EngineCore
+from tetrad.core.messages import Abort, Add, AddSequence, Tokens
+from tetrad.errors import ConfigError, RequestError
 from tetrad.frontend.detokenizer import Detokenizer
 from tetrad.frontend.generation_config import GenerationConfig
 from tetrad.frontend.outputs import RequestOutput
 from tetrad.frontend.prompts import Prompt, read_prompt
+from tetrad.frontend.request import Choice, Request
 from tetrad.frontend.sampling_params import SamplingParams, resolve_seed
 from tetrad.frontend.tokenizer import Tokenizer, require_tokenizer
-
-from tetrad.core.engine_core import EngineCore
-from tetrad.core.messages import Abort, Add, AddSequence, Tokens
-from tetrad.errors import ConfigError, RequestError
-from tetrad.frontend.request import Choice, Request
 from tetrad.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -42,17 +41,13 @@ class LLMEngine:
     def __init__(self, args: EngineArgs | EngineConfig, *, progress: bool = False) -> None:
         self.config: EngineConfig = args if isinstance(args, EngineConfig) else EngineConfig.resolve(args)
         config = self.config
-        self.tokenizer: Tokenizer | None = Tokenizer.load(
-            config.args.tokenizer or config.args.model, config.model.vocab_size
-        )
-        if config.args.tokenizer and self.tokenizer is None:
-            raise ConfigError(
-                f"tokenizer {str(config.args.tokenizer)!r} is not a folder with a tokenizer.json; correct it"
-            )
+        self.tokenizer: Tokenizer | None = Tokenizer.load(config.tokenizer_path, config.model.vocab_size)
+        if config.names_tokenizer and self.tokenizer is None:
+            raise ConfigError(f"tokenizer {config.tokenizer_path!r} is not a folder with a tokenizer.json; correct it")
         self.eos_token_ids: frozenset[int] = frozenset(config.model.eos_token_id) | frozenset(
             self.tokenizer.eos_token_ids if self.tokenizer else ()
         )
-        generation = GenerationConfig.load(config.args)
+        generation = GenerationConfig.load(config.model_path, config.generation_config)
         generation.check_vocabulary(config.model.vocab_size)
         if news := generation.news(self.eos_token_ids):
             logger.warning("%s", news)
@@ -72,7 +67,7 @@ class LLMEngine:
         self._counter = itertools.count()
         self._numbers = itertools.count()
         # as text, because a number would count by its absolute value
-        self._seeds = random.Random(str(config.args.seed)) if config.args.seed is not None else None
+        self._seeds = random.Random(str(config.seed)) if config.seed is not None else None
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -86,7 +81,7 @@ class LLMEngine:
             ConfigError: the model folder has none.
         """
         if self.tokenizer is None:
-            raise ConfigError(f"{self.config.args.model} has no tokenizer.json; add the file, or name a tokenizer")
+            raise ConfigError(f"{self.config.model_path} has no tokenizer.json; add the file, or name a tokenizer")
         return self.tokenizer
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:

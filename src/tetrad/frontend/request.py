@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tetrad.core.messages import AddSequence, FinishReason, Sampling, TokenLogprobs, Tokens
 from tetrad.frontend.detokenizer import Detokenizer
 from tetrad.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tetrad.frontend.sampling_params import SamplingParams
-
-from tetrad.core.messages import AddSequence, FinishReason, Sampling, TokenLogprobs, Tokens
 
 DecodeToken = Callable[[int], str]
 """One token's text alone."""

@@ -55,7 +55,12 @@ LayerCache = WindowCache | CsaCache | HcaCache
 
 
 def cache_groups(
-    config: ModelConfig, *, kv_dtype: KVDtype, index_dtype: IndexDtype, compute_dtype: torch.dtype
+    config: ModelConfig,
+    *,
+    kv_dtype: KVDtype,
+    index_dtype: IndexDtype,
+    compute_dtype: torch.dtype,
+    index_hadamard: bool = True,
 ) -> CacheGroups:
     """The groups of a model: window, csa, index, hca, and the rings of their compressors."""
 
@@ -76,7 +81,7 @@ def cache_groups(
 
     if csa:
         compressed("csa", csa, CSA_RATIO)
-        layout = IndexLayout(index_dtype, config.index_head_dim)
+        layout = IndexLayout(index_dtype, config.index_head_dim, hadamard=index_hadamard)
         groups.append(CacheGroup("index", csa, Lifetime.CONTEXT, CSA_RATIO, layout))
         ring("csa_ring", csa, CSA_RATIO, config.head_dim)
         ring("index_ring", csa, CSA_RATIO, config.index_head_dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from tetrad.errors import ConfigError
 from tetrad.geometry import CSA_RATIO
 from tetrad.models import config_checks, config_forms
+
+logger = logging.getLogger(__name__)
 
 
 class LayerKind(enum.Enum):
@@ -125,19 +128,20 @@ class ModelConfig:
 
         Args:
             document: the parsed JSON object.
-            overrides: values by the names of this class's fields; they win over the document.
+            overrides: values that win over the document, by any name that its form has (``rope_scaling``,
+                ``layer_types``, ``dtype``, ...) or by the name of a field of this class. An override also replaces what
+                the document says under another name for the same thing. ``rope_scaling``, ``rope_parameters``,
+                ``compress_rates`` and ``quantization_config`` may hold only what changes; with a type (a
+                ``quant_method``) of their own, or as null, they replace the whole object.
             source: what an error calls the document.
 
         Raises:
-            ConfigError: one error with every value that is missing, unknown or out of range.
+            ConfigError: one error with every value that is missing, unknown or out of range, or that contradicts
+                another.
         """
-        values, problems = config_forms.read(document)
         known = {field.name: field for field in dataclasses.fields(cls)}
-        for name, value in (overrides or {}).items():
-            if name in known:
-                values[name] = value
-            else:
-                problems.append(config_checks.unknown_override(name, list(known)))
+        values, problems = config_forms.read(document, overrides, fields=list(known))
+        _warn_of_unread(document, source)
         config_forms.truncate_ratios(values)
         reported = {problem.field for problem in problems}
         for name, field in known.items():
@@ -161,9 +165,13 @@ class ModelConfig:
             path = path / "config.json"
         if not path.is_file():
             what = "the folder has no config.json" if Path(folder).is_dir() else "there is no such folder"
-            raise ConfigError(f"cannot read the model configuration {path}: {what}. Give the folder of a checkpoint.")
+            raise ConfigError(
+                f"cannot read the model configuration {path}: {what}. Give the folder of a checkpoint; nothing is "
+                f"downloaded."
+            )
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            # editors on Windows begin a file with a byte-order mark
+            document = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read the model configuration {path}: it is not valid JSON ({error}).") from error
         if not isinstance(document, dict):
@@ -173,6 +181,22 @@ class ModelConfig:
     def to_native_dict(self) -> dict[str, Any]:
         """This configuration as the released config.json spells it; ``from_dict`` gives back an equal record."""
         return config_forms.write_native(dataclasses.asdict(self))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object in which no name stands twice with different values, of which one would win without a word."""
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result and result[name] != value:
+            raise ValueError(f"the name {name!r} stands twice, with {result[name]!r} and {value!r}")
+        result[name] = value
+    return result
+
+
+def _warn_of_unread(document: Mapping[str, Any], source: str) -> None:
+    names = [name for name in document if not config_forms.is_known(name)]
+    if names:
+        logger.warning("%s: not read, since nothing here knows them: %s", source, ", ".join(names))
 
 
 def _raise_if_any(problems: list[config_checks.Problem], source: str) -> None:

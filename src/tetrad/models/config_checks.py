@@ -37,7 +37,7 @@ _INTEGERS: dict[str, tuple[int, int | None]] = {
     "num_experts_per_tok": (1, None),
     "n_shared_experts": (1, 1),
     "num_hash_layers": (0, None),
-    "hc_mult": (1, None),
+    "hc_mult": (1, 32),  # sums over more streams would depend on the rows of a step
     "hc_sinkhorn_iters": (1, None),
     "rope_original_max_position_embeddings": (1, None),
     "max_position_embeddings": (1, None),

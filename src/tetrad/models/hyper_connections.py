@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tetrad.ops.row_invariant import linear, ordered_sum, sigmoid
+from tetrad.ops.row_invariant import linear, mean_square, ordered_sum, sigmoid
 
 
 class MixWeights(NamedTuple):
@@ -26,7 +26,7 @@ class MixWeights(NamedTuple):
 def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
     """(fn . x) / rms(x) over all N * D channels of a row, fp32 [R, outputs]."""
     flat = streams.flatten(1).float()
-    return linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    return linear(flat, fn) * torch.rsqrt(mean_square(flat) + norm_eps)
 
 
 def mix_weights(

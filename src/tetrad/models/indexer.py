@@ -14,19 +14,18 @@ from tetrad.models.config import ModelConfig
 from tetrad.models.linear import ActivationQuant, Linear
 from tetrad.models.step import Metadata
 from tetrad.ops import index_topk, quantize_index_query, write_pooled_index_keys
+from tetrad.ops.index_topk import DEFAULT_LOGITS_BUDGET
 
 
 @dataclass(frozen=True, slots=True)
 class IndexerOptions:
-    """How the indexer is run: bytes of scores held at a time (0 is unlimited), and whether keys are rotated.
+    """How the indexer is run: bytes of scores held at a time (0 is unlimited).
 
-    ``plan``: whether the scorer's back end makes use of a plan.
-
-    The model was trained with the Hadamard rotation; leaving it out only serves to measure what it is worth.
+    ``plan``: whether the scorer's back end makes use of a plan. Whether queries and keys are rotated is not among it:
+    that belongs to the cache that holds the keys.
     """
 
-    logits_budget_bytes: int = 2048 << 20
-    hadamard: bool = True
+    logits_budget_bytes: int = DEFAULT_LOGITS_BUDGET
     plan: bool = True
 
 
@@ -36,8 +35,8 @@ DEFAULT_OPTIONS = IndexerOptions()
 class Indexer(nn.Module):
     """score(p, j) = sum_h w_h relu(q_h . k_j) over the stored, quantised keys; the top ``index_topk`` are attended.
 
-    Queries and keys are rotated by RoPE and by a Hadamard matrix before they are quantised. The keys come from a
-    compressor of the indexer's own, at ratio 4.
+    Queries and keys are rotated by RoPE, and by a Hadamard matrix if the layout of the index cache says so, before
+    they are quantised. The keys come from a compressor of the indexer's own, at ratio 4.
     """
 
     def __init__(
@@ -65,13 +64,11 @@ class Indexer(nn.Module):
             index.pages,
             entries.entry_slot,
             index.layout,
-            hadamard=self.options.hadamard,
         )
         query, query_scale = quantize_index_query(
             self.wq_b(q_latent).unflatten(1, (self.heads, self.head_dim)),
             *metadata.rotation,
-            index.layout.dtype,
-            hadamard=self.options.hadamard,
+            index.layout,
         )
         return index_topk(
             query,

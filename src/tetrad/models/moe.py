@@ -29,14 +29,15 @@ class Gate(nn.Module):
         super().__init__()
         experts, chosen = config.n_routed_experts, config.num_experts_per_tok
         self.chosen, self.scaling = chosen, config.routed_scaling_factor
-        self.weight = nn.Parameter(torch.empty((experts, config.hidden_size)), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty((experts, config.hidden_size), dtype=torch.float32), requires_grad=False)
         self.bias: nn.Parameter | None = None
         self.tid2eid: nn.Parameter | None = None
         if hashed:
-            table = torch.empty((config.vocab_size, chosen), dtype=torch.int64)
-            self.tid2eid = nn.Parameter(table, requires_grad=False)
+            self.tid2eid = nn.Parameter(
+                torch.empty((config.vocab_size, chosen), dtype=torch.int64), requires_grad=False
+            )
         else:
-            self.bias = nn.Parameter(torch.empty(experts), requires_grad=False)
+            self.bias = nn.Parameter(torch.empty(experts, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """x: [R, D]; input_ids: int64 [R]. Returns (weights fp32 [R, k], experts int64 [R, k])."""

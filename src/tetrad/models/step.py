@@ -90,10 +90,10 @@ class WindowMetadata:
         """Work out the window of every row."""
         ring, position = window_ring(window), rows.position.unsqueeze(1)
         real = rows.request >= 0
-        row = torch.arange(rows.shape.rows, device=position.device)
+        row = torch.arange(rows.shape.rows, dtype=torch.int64, device=position.device)
         step_slot = rows.block_table.shape[0] * ring + row
         start = (position - (window - 1)).clamp_min(0)
-        seen = start + torch.arange(window, device=position.device)
+        seen = start + torch.arange(window, dtype=torch.int64, device=position.device)
         visible = ring_slots(rows.request.unsqueeze(1), seen, ring)
         own = ring_slots(rows.request, rows.position, ring)
         kept_from = kept_to = torch.full_like(own, -1)

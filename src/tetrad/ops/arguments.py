@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tetrad.formats.arguments import described
+from tetrad.geometry import IndexLayout
+
 ALIGNMENT = 16
 """Bytes: kernels read pages in pieces of this size."""
 
@@ -18,14 +21,15 @@ def check_tensor(
     name: str,
     value: Any,
     dtypes: torch.dtype | tuple[torch.dtype, ...],
-    shape: Sequence[int | None],
+    shape: Sequence[int | None] | None,
     dims: str,
     device: torch.device | None = None,
     *,
     contiguous: bool = False,
     strided: bool = False,
 ) -> None:
-    """Refuse anything but a tensor of one of ``dtypes`` and of ``shape`` (None: any size), on ``device`` if given.
+    """Refuse anything but a tensor of one of ``dtypes`` and of ``shape`` (None: any size, or any shape), on ``device``
+    if given.
 
     ``dims`` names the dimensions for the error ("rows, heads"). With ``contiguous`` the tensor must be so; with
     ``strided`` it may have any strides; with neither, the elements of its last dimension must be adjacent.
@@ -38,8 +42,9 @@ def check_tensor(
         raise TypeError(f"{name} must be a tensor, {_wanted(allowed, shape, dims)}; got {type(value).__name__}")
     if value.dtype not in allowed:
         raise TypeError(f"{name} must be {_wanted(allowed, shape, dims)}; got {value.dtype}")
-    if value.dim() != len(shape) or any(
-        need is not None and need != got for need, got in zip(shape, value.shape, strict=True)
+    if shape is not None and (
+        value.dim() != len(shape)
+        or any(need is not None and need != got for need, got in zip(shape, value.shape, strict=True))
     ):
         raise ValueError(f"{name} must be {_wanted(allowed, shape, dims)}; got the shape {list(value.shape)}")
     if device is not None and value.device != device:
@@ -74,18 +79,6 @@ def check_pages(
         raise ValueError(f"{name} must start at a multiple of {ALIGNMENT} bytes; got the address {pages.data_ptr():#x}")
 
 
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Refuse anything but a plain int of at least ``least``.
-
-    :raises TypeError: not an int (a tensor would need a synchronisation)
-    :raises ValueError: too small
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a plain int; got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}; got {value}")
-
-
 def check_output(
     name: str, out: Any, dtype: torch.dtype, rows: int, width: int, dims: str, device: torch.device
 ) -> None:
@@ -95,7 +88,63 @@ def check_output(
         raise ValueError(f"{name}: rows {out.stride(0)} elements apart overlap, each has {width}")
 
 
-def _wanted(dtypes: tuple[torch.dtype, ...], shape: Sequence[int | None], dims: str) -> str:
+def as_pages(name: str, pages: Any, layout: IndexLayout) -> Any:
+    """Index pages in DeepGEMM's form, uint8 [pages, 64, 1, bytes of an entry], as uint8 [pages, bytes]; no copy.
+
+    The bytes of a page are the same in both: all data, then all scales. What has another number of dimensions comes
+    back as it is, for :func:`check_pages` to judge.
+
+    :raises ValueError: for four dimensions of other sizes, or with gaps inside a page
+    """
+    if not isinstance(pages, Tensor) or pages.dim() != 4:
+        return pages
+    row = layout.page_bytes // layout.entries
+    if pages.shape[1:] != (layout.entries, 1, row):
+        raise ValueError(
+            f"{name} must be uint8 [pages, bytes] = [any, {layout.page_bytes}], or [pages, {layout.entries}, 1, {row}] "
+            f"as DeepGEMM has them, for keys of {layout.head_dim} channels in {layout.dtype}; got the shape "
+            f"{list(pages.shape)}"
+        )
+    try:
+        return pages.view(pages.shape[0], layout.page_bytes)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} must have the bytes of a page beside each other; got strides {pages.stride()} for the shape "
+            f"{list(pages.shape)}"
+        ) from error
+
+
+def check_compute_dtype(dtype: Any) -> None:
+    """Refuse what is not a compute dtype.
+
+    :raises TypeError: if it is not
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        hint = "" if isinstance(dtype, torch.dtype) else ", pass torch.float32 or torch.bfloat16"
+        raise TypeError(f"dtype must be float32 or bfloat16; got {described(dtype)}{hint}")
+
+
+def check_switch(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False.
+
+    :raises TypeError: if it is not
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {described(value)}")
+
+
+def check_real(name: str, value: Any) -> None:
+    """Refuse what is not a plain number.
+
+    :raises TypeError: if it is not
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a plain number; got {described(value)}")
+
+
+def _wanted(dtypes: tuple[torch.dtype, ...], shape: Sequence[int | None] | None, dims: str) -> str:
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if shape is None:
+        return f"{names} of {dims}"
     sizes = ", ".join("any" if size is None else str(size) for size in shape)
     return f"{names} [{dims}] = [{sizes}]"

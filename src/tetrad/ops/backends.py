@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 
-from tetrad.errors import ConfigError
+from tetrad.errors import ConfigError, check_whole
+from tetrad.formats.arguments import described
 from tetrad.ops import nvrtc
 from tetrad.platforms import Offer, Platform, current_platform
 
@@ -32,6 +33,12 @@ class Problem:
     dtype: str = ""
     head_dim: int = 0
     heads: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, str):
+            raise TypeError(f'dtype must be a name such as "fp4"; got {described(self.dtype)}')
+        check_whole("head_dim", self.head_dim, 0)
+        check_whole("heads", self.heads, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +155,7 @@ def offers(op: str, platform: Platform, problem: Problem) -> tuple[Offer, ...]:
 
     :raises ConfigError: if there is no such op
     """
+    _check_asked(platform, problem)
     given = [Offer(op, backend.name, *backend.supports(platform, problem)) for backend in _backends(op)]
     return tuple(_if_proven(offer) for offer in given)
 
@@ -178,6 +186,7 @@ def named_backend(op: str, name: str, platform: Platform, problem: Problem) -> C
 
     :raises ConfigError: if there is no such op or back end, or it does not support the problem on the platform
     """
+    _check_asked(platform, problem)
     backends = {backend.name: backend for backend in _backends(op)}
     if name not in backends:
         raise ConfigError(f"{op} has no back end {name!r}; it has {', '.join(backends)}")
@@ -188,15 +197,29 @@ def named_backend(op: str, name: str, platform: Platform, problem: Problem) -> C
 
 
 @contextlib.contextmanager
-def forced_backends(names: Mapping[str, str]) -> Iterator[None]:
-    """Inside, calls of the ops go to the back ends that ``names`` gives by op; see :func:`named_backend`.
+def forced_backends(names: Mapping[str, str] | str) -> Iterator[None]:
+    """Inside, calls of the ops go to the back ends that ``names`` gives by op; see :func:`named_backend`::
 
-    It holds for this thread (or asynchronous task) alone, so an engine beside it is not touched, nor is what
-    :func:`choose_backend` says. An op that is not named goes where it always goes. A back end that does not support a
-    call makes it a ``ConfigError``.
+        with forced_backends({"indexer_logits": "triton"}):     # one op
+            ...
+        with forced_backends("sm90+cuda"):                      # every op that has a back end of one of these names
+            ...
 
+    :data:`BACKENDS` lists the names. It holds for this thread (or asynchronous task) alone, so an engine beside it is
+    not touched, nor is what :func:`choose_backend` says. An op that is not named goes where it always goes. A back end
+    that does not support a call makes it a ``ConfigError``.
+
+    :param names: the name of a back end by op, or names alone, joined by "+"; of several that an op has, the first
     :raises ConfigError: if there is no such op or back end
+    :raises TypeError: if ``names`` is neither a mapping nor a text
     """
+    if isinstance(names, str):
+        names = _names_by_op(names.split("+"))
+    if not isinstance(names, Mapping):
+        raise TypeError(
+            f'names must be back ends by op, such as {{"indexer_logits": "triton"}}, or the name of one, such as '
+            f'"triton"; got {described(names)}'
+        )
     for op, name in names.items():
         if name not in (known := [backend.name for backend in _backends(op)]):
             raise ConfigError(f"{op} has no back end {name!r}; it has {', '.join(known)}")
@@ -235,7 +258,27 @@ class _ModuleLookup:
 backend_module = _ModuleLookup()
 
 
+def _check_asked(platform: Platform, problem: Problem) -> None:
+    if not isinstance(platform, Platform):
+        raise TypeError(f'platform must be a Platform, such as current_platform("cuda"); got {described(platform)}')
+    if not isinstance(problem, Problem):
+        raise TypeError(f'problem must be a Problem, such as Problem("fp4", 128, 64); got {described(problem)}')
+
+
+def _names_by_op(names: Sequence[str]) -> dict[str, str]:
+    """For every op that has one of the back ends, the first of ``names`` that it has."""
+    known = list(dict.fromkeys(backend.name for backends in BACKENDS.values() for backend in backends))
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise ConfigError(f"no op has a back end {unknown!r}; there are {', '.join(known)}")
+    found: dict[str, str] = {}
+    for op, backends in BACKENDS.items():
+        of_op = {backend.name for backend in backends}
+        found.update((op, name) for name in reversed(names) if name in of_op)
+    return found
+
+
 def _backends(op: str) -> tuple[Backend, ...]:
-    if op not in BACKENDS:
+    if not isinstance(op, str) or op not in BACKENDS:
         raise ConfigError(f"there is no op {op!r}; there are {', '.join(BACKENDS)}")
     return BACKENDS[op]

@@ -9,29 +9,11 @@ import torch
 from torch import Tensor
 
 from tetrad.core.plan import NEXT, StepPlan
-from tetrad.geometry import DRAFT_ROWS, ceil_div
+from tetrad.geometry import DRAFT_ROWS, bucket_rows
 from tetrad.models.step import Rows, StepShape
-from tetrad.ops.row_invariant import ROW_MULTIPLE
 
-_DECODE_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_CHUNK_MULTIPLE = 128
 _FIELDS = 5
 _FROM_TABLE = -1
-
-
-def bucket_rows(rows: int, device_type: str, *, chunks: bool) -> int:
-    """The number of rows of the bucket that holds ``rows`` rows.
-
-    On a CPU every multiple of 8. On a GPU a few sizes for decode rows, which a graph may be captured for, and multiples
-    of 128 where a step holds chunks of prompts.
-    """
-    if device_type == "cpu":
-        return max(1, ceil_div(rows, ROW_MULTIPLE)) * ROW_MULTIPLE
-    if not chunks:
-        size = next((size for size in _DECODE_SIZES if size >= rows), None)
-        if size is not None:
-            return size
-    return max(1, ceil_div(rows, _CHUNK_MULTIPLE)) * _CHUNK_MULTIPLE
 
 
 class RequestTable:

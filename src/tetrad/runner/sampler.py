@@ -147,7 +147,7 @@ class Sampler:
             if errors[number] is None and (row.is_adjusted or not row.params.greedy)
         ]
         for part in self._chunks(others):
-            work = logits[torch.tensor(part, device=logits.device)]
+            work = logits[torch.tensor(part, dtype=torch.int64, device=logits.device)]
             for number, (token_id, error) in zip(part, self._choose(work, [rows[i] for i in part]), strict=True):
                 chosen[number], errors[number] = token_id, error
         logprobs = self._logprobs(logits, rows, chosen, errors)
@@ -170,7 +170,7 @@ class Sampler:
         random = [i for i, row in enumerate(rows) if errors[i] is None and not row.params.greedy]
         if random:
             if len(random) < len(rows):
-                work = work[torch.tensor(random, device=work.device)]
+                work = work[torch.tensor(random, dtype=torch.int64, device=work.device)]
             for i, token_id in zip(random, self._draw(work, [rows[i] for i in random]), strict=True):
                 tokens[i] = token_id
         return list(zip(tokens, errors, strict=True))
@@ -202,7 +202,9 @@ class Sampler:
     def _draw(self, work: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         """Steps 5 to 9 for fp32 [n, V] with a finite largest logit in each row."""
         fractions = [uniform(row.seed, row.index) for row in rows]
-        column = torch.tensor([(row.params.temperature, row.params.min_p) for row in rows], dtype=torch.float64)
+        column = torch.tensor(
+            [(row.params.temperature, row.params.min_p) for row in rows], dtype=torch.float64, device="cpu"
+        )
         temperature, min_p = column.to(work.device).unsqueeze(-1).unbind(1)
         share = work.double()
         share.sub_(share.amax(dim=-1, keepdim=True)).div_(temperature).exp_()
@@ -219,7 +221,7 @@ class Sampler:
             target = torch.minimum((fraction * total).long(), total - 1)
             tokens = torch.searchsorted(ends, target, right=True).squeeze(-1).tolist()
         if cut:
-            at = torch.tensor(cut, device=work.device)
+            at = torch.tensor(cut, dtype=torch.int64, device=work.device)
             cut_tokens = self._draw_cut(work[at], weights[at], [rows[i] for i in cut], [fractions[i] for i in cut])
             for i, token_id in zip(cut, cut_tokens, strict=True):
                 tokens[i] = token_id
@@ -235,7 +237,7 @@ class Sampler:
         tokens = [-1] * len(rows)
         whole = [i for i, guess in enumerate(guesses) if guess > _NUCLEUS_GUESS]
         if small:
-            at = torch.tensor(small, device=work.device)
+            at = torch.tensor(small, dtype=torch.int64, device=work.device)
             found = _likeliest(work[at], [guesses[i] for i in small], weights[at])
             for i, (ids, candidate_weights) in zip(small, found, strict=True):
                 kept = self._kept(rows[i], candidate_weights, totals[i])
@@ -276,11 +278,11 @@ class Sampler:
         asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None and errors[i] is None]
         result: dict[int, TokenLogprobs] = {}
         for part in self._chunks(asking):
-            raw = logits[torch.tensor(part, device=logits.device)]
+            raw = logits[torch.tensor(part, dtype=torch.int64, device=logits.device)]
             values = torch.log_softmax(raw, dim=-1)
-            ids = torch.tensor([chosen[i] for i in part], device=raw.device).unsqueeze(-1)
+            ids = torch.tensor([chosen[i] for i in part], dtype=torch.int64, device=raw.device).unsqueeze(-1)
             own = raw.gather(-1, ids)
-            lower = torch.arange(self._vocab_size, device=raw.device) < ids
+            lower = torch.arange(self._vocab_size, dtype=torch.int64, device=raw.device) < ids
             ranks = 1 + ((raw > own) | ((raw == own) & lower)).sum(dim=-1)
             counts = [min(rows[i].params.logprobs or 0, self._vocab_size) for i in part]
             found = _likeliest(raw, counts, values) if any(counts) else [((), ())] * len(part)
@@ -338,7 +340,7 @@ def _likeliest(
     Every token that equals the last is there too, so that equals can be put in the order of their ids, which a top-k of
     the library does not promise.
     """
-    last = torch.tensor(counts, device=values.device).sub_(1).clamp_(min=0).unsqueeze(-1)
+    last = torch.tensor(counts, dtype=torch.int64, device=values.device).sub_(1).clamp_(min=0).unsqueeze(-1)
     candidates = values >= values.topk(max(counts), dim=-1).values.gather(-1, last)
     numbers, ids = candidates.nonzero(as_tuple=True)
     sizes = torch.bincount(numbers, minlength=len(counts)).tolist()

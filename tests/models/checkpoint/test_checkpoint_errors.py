@@ -290,6 +290,36 @@ def test_wrong_files(change: Callable[[Path], str], good: Path, tmp_path: Path):
     assert re.search(pattern, error_of(folder))
 
 
+def break_the_shards(folder: Path) -> str:
+    path = first_shard(folder)
+    state = load_file(path)
+    state.pop(min(state))
+    save_file(state, path)
+    return "model.safetensors.index.json was read and not model.safetensors beside it; if that is what is meant, delete"
+
+
+def lose_a_shard(folder: Path) -> str:
+    first_shard(folder).unlink()
+    return r"was read and not model.safetensors.index.json beside it, of whose files 1 of \d+ are missing"
+
+
+def spoil_the_index(folder: Path) -> str:
+    (folder / "model.safetensors.index.json").write_text("{")
+    return "model.safetensors was read, as the index beside it cannot be: model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("change", [break_the_shards, lose_a_shard, spoil_the_index])
+def test_an_error_says_which_of_two_was_read(change: Callable[[Path], str], good: Path, tmp_path: Path):
+    """The tensors of a stale single file were called missing without a word about the index beside it."""
+    folder = tmp_path / "model"
+    shutil.copytree(good / "shards", folder)
+    pattern = change(folder)
+    save_file({"norm.weight": torch.zeros(256)}, folder / "model.safetensors")
+    error = error_of(folder)
+    assert re.search(pattern, error)
+    assert "cannot be used:" in error
+
+
 @pytest.mark.parametrize(
     ("shape", "grid", "tile"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,79 @@ def test_fp4_with_float_scales(scale_dtype: torch.dtype, tmp_path: Path):
         expected[weight] = expected[weight] * 1.5
     save_file(state, path)
     assert_same(load(tmp_path / "model"), expected)
+
+
+def test_fp4_in_torchs_own_dtype(tmp_path: Path):
+    """The packed bytes are the same in every dtype of one byte, yet float4_e2m1fn_x2 was refused; so were U8 scales."""
+    config = tiny_config("swa", expert_dtype="fp4")
+    write_checkpoint(tmp_path / "model", config, dummy_state(config, 7))
+    path = tmp_path / "model" / "model.safetensors"
+    state = load_file(path)
+    expected = decode_folder(tmp_path / "model")
+    for name in [name for name in state if ".ffn.experts." in name]:
+        dtype = torch.uint8 if name.endswith("scale") else torch.float4_e2m1fn_x2
+        state[name] = state[name].view(dtype)
+    save_file(state, path)
+    assert_same(load(tmp_path / "model"), expected)
+
+
+def test_stacked_fp4_in_torchs_own_dtype(tmp_path: Path):
+    """safetensors gives no slices of that dtype, and a stack of experts is read one by one."""
+    config = tiny_config("swa", expert_dtype="fp4")
+    write_checkpoint(tmp_path / "model", config, dummy_state(config, 7))
+    path = tmp_path / "model" / "model.safetensors"
+    state = load_file(path)
+    expected = decode_folder(tmp_path / "model")
+    for layer in range(config.num_hidden_layers):
+        experts = f"layers.{layer}.ffn.experts"
+        for stack, weights in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
+            for suffix, end, dtype in (
+                ("weight", "", torch.float4_e2m1fn_x2),
+                ("scale", "_scale_inv", torch.float8_e8m0fnu),
+            ):
+                parts = [
+                    torch.cat(
+                        [state.pop(f"{experts}.{expert}.{weight}.{suffix}").view(torch.uint8) for weight in weights]
+                    )
+                    for expert in range(config.n_routed_experts)
+                ]
+                state[f"model.layers.{layer}.mlp.experts.{stack}{end}"] = torch.stack(parts).view(dtype)
+    save_file(state, path)
+    assert_same(load(tmp_path / "model"), expected)
+
+
+@pytest.mark.parametrize("stale", ["older", "cut", "of this very file"])
+def test_a_complete_index_wins_over_a_single_file(stale: str, tmp_path: Path):
+    """A stale or partial model.safetensors beside the shards was read in their place."""
+    config = tiny_config("swa")
+    folder = tmp_path / "model"
+    write_checkpoint(folder, config, dummy_state(config, 12), shard_bytes=100_000)
+    expected = decode_folder(folder)
+    if stale == "older":
+        save_file({"norm.weight": torch.zeros(3)}, folder / "model.safetensors")
+    elif stale == "cut":
+        (folder / "model.safetensors").write_bytes(b"123")
+    else:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        state = {
+            name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()
+        }
+        save_file(state, folder / "model.safetensors")
+        index["weight_map"] = dict.fromkeys(index["weight_map"], "model.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_same(load(folder), expected)
+
+
+def test_a_single_file_wins_over_an_index_without_its_files(tmp_path: Path):
+    """The shards were merged into one file or deleted; their index says nothing any more."""
+    config = tiny_config("swa")
+    folder = tmp_path / "model"
+    write_checkpoint(folder, config, dummy_state(config, 13), shard_bytes=100_000)
+    expected = decode_folder(folder)
+    state = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    min(folder.glob("*.safetensors")).unlink()
+    save_file(state, folder / "model.safetensors")
+    assert_same(load(folder), expected)
 
 
 def test_prediction_layers_are_skipped(tmp_path: Path):

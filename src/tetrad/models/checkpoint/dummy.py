@@ -59,12 +59,16 @@ def _values(config: ModelConfig, seed: int, device: torch.device) -> Iterator[tu
 
 
 def _tensor(name: str, spec: TensorSpec, config: ModelConfig, generator: torch.Generator) -> Tensor:
+    device = generator.device
+
     def normal(deviation: float, mean: float = 0.0) -> Tensor:
-        return torch.randn(spec.shape, generator=generator, device=generator.device) * deviation + mean
+        return torch.randn(spec.shape, dtype=torch.float32, device=device, generator=generator) * deviation + mean
 
     leaf = name.rsplit(".", 1)[-1]
     if leaf == "tid2eid":  # each token's experts are distinct
-        draws = torch.rand(spec.shape[0], config.n_routed_experts, generator=generator, device=generator.device)
+        draws = torch.rand(
+            (spec.shape[0], config.n_routed_experts), dtype=torch.float32, device=device, generator=generator
+        )
         return draws.argsort(dim=-1)[:, : spec.shape[1]].contiguous()
     if name == "embed.weight" or leaf == "attn_sink":
         return normal(1.0)

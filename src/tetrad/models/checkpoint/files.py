@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from tetrad.models.checkpoint.report import Report, Trouble
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PACKED_FP4 = "F4"
+"""float4_e2m1fn_x2 as safetensors spells it; its headers count codes, all else here counts the bytes of two."""
 
 
 class StoredTensor(NamedTuple):
@@ -24,7 +27,7 @@ class StoredTensor(NamedTuple):
     file: str
     name: str
     dtype: str  # as safetensors spells it: BF16, F8_E4M3, F8_E8M0, I8, ...
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in elements; in bytes along the last dimension where two codes share one
 
 
 class CheckpointFiles:
@@ -59,6 +62,10 @@ class CheckpointFiles:
     def read(self, stored: StoredTensor, part: Part) -> Tensor:
         """The values of a stored tensor, or those of one part of a stack, on the CPU in their stored dtype."""
         handle = self._open[stored.file]
+        if stored.dtype == PACKED_FP4:
+            # safetensors cannot cut such a tensor; a whole one is a view of the file, so that cutting it costs nothing
+            whole = handle.get_tensor(stored.name).view(torch.uint8)
+            return whole if part.expert is None else whole[part.expert, part.start : part.stop]
         if part.expert is None:
             return handle.get_tensor(stored.name)
         return handle.get_slice(stored.name)[part.expert, part.start : part.stop]
@@ -71,7 +78,10 @@ class CheckpointFiles:
             handle = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
             for name in handle.keys():  # noqa: SIM118 - not a dict
                 piece = handle.get_slice(name)
-                self.tensors.append(StoredTensor(path.name, name, piece.get_dtype(), tuple(piece.get_shape())))
+                dtype, shape = piece.get_dtype(), tuple(piece.get_shape())
+                if dtype == PACKED_FP4 and shape:
+                    shape = (*shape[:-1], shape[-1] // 2)
+                self.tensors.append(StoredTensor(path.name, name, dtype, shape))
         except (SafetensorError, OSError) as error:
             size = path.stat().st_size
             report.add(Trouble.FILE, f"{path.name} ({size} bytes, cut short or not a safetensors file: {error})")
@@ -80,22 +90,45 @@ class CheckpointFiles:
 
 
 def _read_index(folder: Path, report: Report) -> dict[str, str] | None:
-    """Tensor name -> file name, or None for a checkpoint of one file."""
-    if (folder / SINGLE_FILE).is_file():
-        return None
-    path = folder / INDEX_FILE
+    """Tensor name -> file name, or None for a checkpoint of one file.
+
+    Where there are both, a complete index wins: the one file is then most often what an older download or a broken one
+    left. An index that misses files is the older of the two, and the one file is read.
+    """
+    single, path = folder / SINGLE_FILE, folder / INDEX_FILE
     if not path.is_file():
-        there = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3]) if folder.is_dir() else ""
-        what = f"the folder has {there} but neither" if there else "the folder has neither"
-        if not folder.is_dir():
-            what = "there is no such folder, hence neither"
-        report.add(Trouble.FILE, f"{what} {SINGLE_FILE} nor {INDEX_FILE}; random weights need --load-format dummy")
-        return {}
+        if not single.is_file():
+            report.add(Trouble.FILE, _nothing_to_read(folder))
+            return {}
+        return None
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(path.read_text(encoding="utf-8-sig"))["weight_map"]
         if not all(isinstance(file, str) and Path(file).name == file for file in weight_map.values()):
             raise ValueError("a shard is not a file name of this folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        report.add(Trouble.FILE, f"{INDEX_FILE} (must be JSON with a weight_map of tensor name to file: {error!r})")
+        text = f"{INDEX_FILE} (must be JSON with a weight_map of tensor name to file: {error!r})"
+        if single.is_file():
+            report.note(f"{SINGLE_FILE} was read, as the index beside it cannot be: {text}")
+            return None
+        report.add(Trouble.FILE, text)
         return {}
+    shards = set(weight_map.values())
+    if not single.is_file() or shards == {SINGLE_FILE}:
+        return weight_map
+    absent = sorted(file for file in shards if not (folder / file).is_file())
+    if absent:
+        report.note(
+            f"{SINGLE_FILE} was read and not {INDEX_FILE} beside it, of whose files {len(absent)} of {len(shards)} "
+            f"are missing ({absent[0]}, ...); if the shards are what is meant, download them again"
+        )
+        return None
+    report.note(f"{INDEX_FILE} was read and not {SINGLE_FILE} beside it; if that is what is meant, delete the index")
     return weight_map
+
+
+def _nothing_to_read(folder: Path) -> str:
+    there = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3]) if folder.is_dir() else ""
+    what = f"the folder has {there} but neither" if there else "the folder has neither"
+    if not folder.is_dir():
+        what = "there is no such folder, hence neither"
+    return f"{what} {SINGLE_FILE} nor {INDEX_FILE}; random weights need --load-format dummy"

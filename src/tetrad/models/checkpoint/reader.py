@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from tetrad.formats import fp8, mxfp4
-from tetrad.models.checkpoint.files import CheckpointFiles, StoredTensor
+from tetrad.models.checkpoint.files import PACKED_FP4, CheckpointFiles, StoredTensor
 from tetrad.models.checkpoint.names import Part, is_ignored, native_parts
 from tetrad.models.checkpoint.report import Report, Trouble
 from tetrad.models.checkpoint.tensors import TensorKind, TensorSpec, expected_tensors, parameter_name, scale_name
@@ -18,9 +18,9 @@ from tetrad.models.config import ModelConfig
 
 _FLOAT_DTYPES = ("F32", "BF16", "F16")
 _FP8_DTYPES = ("F8_E4M3",)
-_FP4_DTYPES = ("I8", "U8")  # two codes in a byte
+_FP4_DTYPES = ("I8", "U8", PACKED_FP4)  # two codes in a byte
 _INTEGER_DTYPES = ("I64", "I32")
-_SCALE_DTYPES = ("F8_E8M0", "F32", "BF16")
+_SCALE_DTYPES = ("F8_E8M0", "F32", "BF16", "U8")  # U8 holds the bytes of F8_E8M0
 
 _ALLOWED_DTYPES = {
     TensorKind.LINEAR: _FP8_DTYPES + _FLOAT_DTYPES,
@@ -73,11 +73,12 @@ def load_checkpoint(
 ) -> None:
     """Fills a model from a checkpoint folder.
 
-    The folder holds ``model.safetensors``, or shards and ``model.safetensors.index.json``. Names may be native or those
-    of transformers. FP8 (E4M3 with a scale per tile) and FP4 (two E2M1 codes in a byte, a scale per 32 inputs) are
-    dequantised to the dtype of the parameter they go to; the size of the tiles follows from the grid of scales.
-    Tensors of the multi-token-prediction layers (``mtp.``) are skipped. Besides the model itself no more than one
-    tensor and its scales are held at a time. Everything is checked before the first value is copied.
+    The folder holds ``model.safetensors``, or shards and ``model.safetensors.index.json``; of both, an index whose
+    files are all there is read. Names may be native or those of transformers. FP8 (E4M3 with a scale per tile) and FP4
+    (two E2M1 codes in a byte, stored as I8, U8 or F4, with a scale per 32 inputs) are dequantised to the dtype of the
+    parameter they go to; the size of the tiles follows from the grid of scales. Tensors of the multi-token-prediction
+    layers (``mtp.``) are skipped. Besides the model itself no more than one tensor and its scales are held at a time.
+    Everything is checked before the first value is copied.
 
     Args:
         folder: the checkpoint.
@@ -202,7 +203,7 @@ def _fill(target: Tensor, step: _Step, files: CheckpointFiles) -> None:
         target.copy_(values)
         return
     values, scales = values.to(target.device), files.read(*step.scale).to(target.device)
-    powers_of_two = scales.dtype == torch.float8_e8m0fnu
+    powers_of_two = scales.dtype in (torch.float8_e8m0fnu, torch.uint8)
     if powers_of_two and values.dtype == torch.float8_e4m3fn:
         target.copy_(fp8.dequantize_blocks(values, scales, step.tile, target.dtype))
     elif powers_of_two:

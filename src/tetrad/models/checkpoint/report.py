@@ -59,10 +59,15 @@ class Report:
     def __init__(self, what: str | Path) -> None:
         self._what = what
         self._found: dict[Trouble, list[str]] = {}
+        self._notes: list[str] = []
 
     def add(self, trouble: Trouble, name: str) -> None:
         """Notes one name, with whatever is to be said about it."""
         self._found.setdefault(trouble, []).append(name)
+
+    def note(self, text: str) -> None:
+        """Keeps what is no mistake, but explains those that may follow."""
+        self._notes.append(text)
 
     def raise_if_any(self) -> None:
         """Raises one ``CheckpointError`` with the names of every kind of mistake; does nothing if there is none."""
@@ -77,4 +82,5 @@ class Report:
                 lines.append(
                     f"  - {len(names)} {one if len(names) == 1 else several}: {shown}{more}. Remedy: {remedy}."
                 )
+        lines += [f"  ({note})" for note in self._notes]
         raise CheckpointError("\n".join(lines))

@@ -19,7 +19,8 @@ from tetrad.formats import fp8, mxfp4
 from tetrad.models.checkpoint.files import INDEX_FILE, SINGLE_FILE
 from tetrad.models.checkpoint.names import native_parts
 from tetrad.models.checkpoint.report import Report, Trouble
-from tetrad.models.checkpoint.tensors import TensorKind, TensorSpec, expected_tensors, scale_name
+from tetrad.models.checkpoint.sizes import is_fp4, plain_dtype, stored_bytes
+from tetrad.models.checkpoint.tensors import TensorKind, expected_tensors, scale_name
 from tetrad.models.config import ModelConfig
 
 DEFAULT_SHARD_BYTES = 4 * 2**30
@@ -106,7 +107,7 @@ def _write_shards(folder: Path, config: ModelConfig, values: Mapping[str, Tensor
     shards: list[list[str]] = [[]]
     used = total = 0
     for name, spec in specs.items():
-        size = _stored_bytes(config, spec)
+        size = stored_bytes(config, spec)
         if shards[-1] and used + size > shard_bytes:
             shards.append([])
             used = 0
@@ -132,37 +133,13 @@ def _encode(config: ModelConfig, name: str, kind: TensorKind, values: Tensor) ->
     if kind is TensorKind.I64:
         return {name: values.to(torch.int64, copy=True, memory_format=torch.contiguous_format)}
     if not (config.quantized and kind in (TensorKind.LINEAR, TensorKind.EXPERT)):
-        return {name: values.to(_plain_dtype(config, kind), copy=True, memory_format=torch.contiguous_format)}
-    if _is_fp4(config, kind):
+        return {name: values.to(plain_dtype(config, kind), copy=True, memory_format=torch.contiguous_format)}
+    if is_fp4(config, kind):
         codes, scales = mxfp4.quantize(values.float())
         codes = codes.view(torch.int8)
     else:
         codes, scales = fp8.quantize_blocks(values.float())
     return {name: codes, scale_name(name): scales.view(torch.float8_e8m0fnu)}
-
-
-def _stored_bytes(config: ModelConfig, spec: TensorSpec) -> int:
-    count = 1
-    for size in spec.shape:
-        count *= size
-    if spec.kind is TensorKind.I64:
-        return 8 * count
-    if not (config.quantized and spec.has_scale):
-        return _plain_dtype(config, spec.kind).itemsize * count
-    if _is_fp4(config, spec.kind):
-        return count // 2 + count // mxfp4.GROUP_SIZE
-    rows, columns = (-(-size // side) for size, side in zip(spec.shape, fp8.WEIGHT_BLOCK, strict=True))
-    return count + rows * columns
-
-
-def _is_fp4(config: ModelConfig, kind: TensorKind) -> bool:
-    return kind is TensorKind.EXPERT and config.expert_dtype == "fp4"
-
-
-def _plain_dtype(config: ModelConfig, kind: TensorKind) -> torch.dtype:
-    if kind is TensorKind.F32 or (not config.quantized and config.torch_dtype == "float32"):
-        return torch.float32
-    return torch.bfloat16
 
 
 def _move(unfinished: Path, target: Path) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from tetrad.errors import check_whole
+from tetrad.ops.arguments import check_switch, check_tensor
 from tetrad.ops.compress import reference
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["compress", "update_state"]
 
 
+@without_autocast
 def compress(
     step: Tensor, state: Tensor, row_request: Tensor, position: Tensor, first: Tensor, *, ratio: int, overlap: bool
 ) -> Tensor:
@@ -26,10 +31,25 @@ def compress(
     :param position: int64 [R]
     :param first: int64 [R], the position of the request's first row in this step
     :returns: fp32 [R, e], zeros where a row completes nothing
+    :raises ValueError: for a wrong shape or ratio, a ring shorter than what an entry pools, or with ``overlap`` an odd
+        width
+    :raises TypeError: for a wrong type or dtype
     """
+    _check_rows(step, state)
+    check_whole("ratio", ratio, 1)
+    check_switch("overlap", overlap)
+    check_tensor("row_request", row_request, torch.int32, (step.shape[0],), "rows", step.device)
+    check_tensor("position", position, torch.int64, (step.shape[0],), "rows", step.device)
+    check_tensor("first", first, torch.int64, (step.shape[0],), "rows", step.device)
+    if overlap and step.shape[2] % 2:
+        raise ValueError(f"with overlap there are two halves of channels; got {step.shape[2]} channels")
+    pooled = 2 * ratio if overlap else ratio
+    if state.shape[1] < pooled:
+        raise ValueError(f"an entry pools {pooled} tokens, but the rings of state have {state.shape[1]} places")
     return reference.compress(step, state, row_request, position, first, ratio=ratio, overlap=overlap)
 
 
+@without_autocast
 def update_state(
     step: Tensor,
     state: Tensor,
@@ -46,7 +66,21 @@ def update_state(
     :param slots: int64 [R]; two rows must not share one
     :param checkpoints: fp32 [checkpoints, places, 2, width], a second destination, changed in place
     :param checkpoint_slots: int64 [R], slots in ``checkpoints``
+    :raises ValueError: for a wrong shape, or one of ``checkpoints`` and ``checkpoint_slots`` without the other
+    :raises TypeError: for a wrong type or dtype
     """
+    _check_rows(step, state)
+    check_tensor("slots", slots, torch.int64, (step.shape[0],), "rows", step.device)
     reference.update_state(step, state, slots)
+    if (checkpoints is None) != (checkpoint_slots is None):
+        raise ValueError("checkpoints and checkpoint_slots go together; give both or neither")
     if checkpoints is not None and checkpoint_slots is not None:
+        _check_rows(step, checkpoints, "checkpoints")
+        check_tensor("checkpoint_slots", checkpoint_slots, torch.int64, (step.shape[0],), "rows", step.device)
         reference.update_state(step, checkpoints, checkpoint_slots)
+
+
+def _check_rows(step: Tensor, state: Tensor, name: str = "state") -> None:
+    check_tensor("step", step, torch.float32, (None, 2, None), "rows, u and g, channels", strided=True)
+    shape = (None, None, 2, step.shape[2])
+    check_tensor(name, state, torch.float32, shape, "requests, places, u and g, channels", step.device, contiguous=True)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetrad.ops.row_invariant import middle_sum
+
+from tetrad.ops.row_invariant import middle_sum
+
 
 def compress(
     step: Tensor, state: Tensor, row_request: Tensor, position: Tensor, first: Tensor, *, ratio: int, overlap: bool
@@ -29,7 +33,7 @@ def _pool(
     overlap: bool,
 ) -> Tensor:
     tokens = 2 * ratio if overlap else ratio
-    back = torch.arange(tokens - 1, -1, -1, device=step.device)
+    back = torch.arange(tokens - 1, -1, -1, dtype=torch.int64, device=step.device)
     source = position.unsqueeze(1) - back
     in_step = source >= first.unsqueeze(1)
     exists = source >= 0
@@ -45,8 +49,8 @@ def _pool(
         value, gate = _halves(value), _halves(gate)
     # softmax over a middle dimension by hand: torch's own rounds differently at the end of a tensor
     weight = torch.exp(gate - gate.amax(1, keepdim=True))
-    weight = weight / weight.sum(1, keepdim=True)
-    return (weight * value).sum(1)
+    weight = weight / middle_sum(weight).unsqueeze(1)
+    return middle_sum(weight * value)
 
 
 def _halves(x: Tensor) -> Tensor:

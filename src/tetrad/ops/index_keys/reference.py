@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tetrad.formats.hadamard import rotate
-from tetrad.geometry import IndexDtype, IndexLayout
+from tetrad.geometry import IndexLayout
 from tetrad.ops.index_keys.encoding import decode, encode, from_rows, to_rows
 from tetrad.ops.paged_rows import gather_rows, scatter_rows
 from tetrad.ops.rotary import apply_rotary
@@ -23,24 +23,20 @@ def index_key_vectors(
     cos: Tensor,
     sin: Tensor,
     dtype: torch.dtype,
-    *,
-    hadamard: bool = True,
 ) -> Tensor:
-    """Cast, RMSNorm, RoPE, Hadamard, each rounded to ``dtype``."""
-    keys = apply_rotary(rms_norm(pooled.to(dtype), norm_weight, eps), cos, sin)
-    return rotate(keys) if hadamard else keys
+    """Cast, RMSNorm, RoPE, each rounded to ``dtype``."""
+    return apply_rotary(rms_norm(pooled.to(dtype), norm_weight, eps), cos, sin)
 
 
-def quantize_index_query(
-    q: Tensor, cos: Tensor, sin: Tensor, index_dtype: IndexDtype, *, hadamard: bool = True
-) -> tuple[Tensor, Tensor | None]:
-    """RoPE and Hadamard, each rounded to the dtype of ``q``, then the encoding of ``index_dtype``."""
+def quantize_index_query(q: Tensor, cos: Tensor, sin: Tensor, layout: IndexLayout) -> tuple[Tensor, Tensor | None]:
+    """RoPE and, if the layout says so, Hadamard, each rounded to the dtype of ``q``; then the layout's encoding."""
     q = apply_rotary(q, cos, sin)
-    return encode(rotate(q) if hadamard else q, index_dtype)
+    return encode(rotate(q) if layout.hadamard else q, layout.dtype)
 
 
 def write_index_keys(keys: Tensor, pages: Tensor, slots: Tensor, layout: IndexLayout) -> None:
-    """Encode the keys and scatter data and scales together."""
+    """Rotate the keys if the layout says so, encode them, and scatter data and scales together."""
+    keys = rotate(keys) if layout.hadamard else keys
     scatter_rows(*to_rows(*encode(keys, layout.dtype)), pages, slots, layout)
 
 
@@ -54,13 +50,11 @@ def write_pooled_index_keys(
     pages: Tensor,
     slots: Tensor,
     layout: IndexLayout,
-    *,
-    hadamard: bool = True,
 ) -> None:
     """Make the keys that have a slot, then store them."""
     kept = (slots >= 0).nonzero().squeeze(1)
     if len(kept):
-        keys = index_key_vectors(pooled[kept], norm_weight, eps, cos[kept], sin[kept], dtype, hadamard=hadamard)
+        keys = index_key_vectors(pooled[kept], norm_weight, eps, cos[kept], sin[kept], dtype)
         write_index_keys(keys, pages, slots[kept], layout)
 
 

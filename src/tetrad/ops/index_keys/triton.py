@@ -49,14 +49,13 @@ def index_key_vectors(
     cos: Tensor,
     sin: Tensor,
     dtype: torch.dtype,
-    *,
-    hadamard: bool = True,
 ) -> Tensor:
-    """Cast, RMSNorm, RoPE, Hadamard, each rounded to ``dtype``."""
+    """Cast, RMSNorm, RoPE, each rounded to ``dtype``."""
     keys = torch.empty(pooled.shape, dtype=dtype, device=pooled.device)
     # rows of numbers, not encoded, are laid out like the keys of an unquantised page
-    layout = IndexLayout(IndexDtype.BF16 if dtype == torch.bfloat16 else IndexDtype.FP32, pooled.shape[1])
-    _launch_keys(pooled, (norm_weight, eps, cos, sin), dtype, hadamard, keys.view(torch.uint8), None, layout)
+    kind = IndexDtype.BF16 if dtype == torch.bfloat16 else IndexDtype.FP32
+    layout = IndexLayout(kind, pooled.shape[1], hadamard=False)
+    _launch_keys(pooled, (norm_weight, eps, cos, sin), dtype, keys.view(torch.uint8), None, layout)
     return keys
 
 
@@ -70,26 +69,22 @@ def write_pooled_index_keys(
     pages: Tensor,
     slots: Tensor,
     layout: IndexLayout,
-    *,
-    hadamard: bool = True,
 ) -> None:
     """All of :func:`index_key_vectors` and :func:`write_index_keys` in one launch."""
-    _launch_keys(pooled, (norm_weight, eps, cos, sin), dtype, hadamard, pages, slots, layout)
+    _launch_keys(pooled, (norm_weight, eps, cos, sin), dtype, pages, slots, layout)
 
 
 def write_index_keys(keys: Tensor, pages: Tensor, slots: Tensor, layout: IndexLayout) -> None:
-    """Encode the keys and store data and scales together."""
-    _launch_keys(keys, None, keys.dtype, False, pages, slots, layout)
+    """Rotate the keys if the layout says so, encode them, and store data and scales together."""
+    _launch_keys(keys, None, keys.dtype, pages, slots, layout)
 
 
-def quantize_index_query(
-    q: Tensor, cos: Tensor, sin: Tensor, index_dtype: IndexDtype, *, hadamard: bool = True
-) -> tuple[Tensor, Tensor | None]:
-    """RoPE and Hadamard, each rounded to the dtype of ``q``, then the encoding of ``index_dtype``."""
-    rows, heads, dim = q.shape
-    values, scales = _empty_query(q, index_dtype)
+def quantize_index_query(q: Tensor, cos: Tensor, sin: Tensor, layout: IndexLayout) -> tuple[Tensor, Tensor | None]:
+    """RoPE and, if the layout says so, Hadamard, each rounded to the dtype of ``q``; then the layout's encoding."""
+    rows, heads, _ = q.shape
+    values, scales = _empty_query(q, layout.dtype)
     if rows * heads:
-        constants = query_constants(_arch(q), q.dtype, index_dtype, heads, dim, 2 * cos.shape[1], hadamard=hadamard)
+        constants = query_constants(_arch(q), q.dtype, layout, heads, 2 * cos.shape[1])
         arguments = q, cos, sin, values.view(torch.uint8), None if scales is None else scales.view(torch.uint8)
         strides = q.stride(0), q.stride(1), cos.stride(0), sin.stride(0)
         with _device_of(q):
@@ -98,17 +93,19 @@ def quantize_index_query(
     return values, scales
 
 
-def query_constants(
-    arch: str, dtype: torch.dtype, index_dtype: IndexDtype, heads: int, dim: int, rope: int, *, hadamard: bool
-) -> dict[str, Any]:
+def query_constants(arch: str, dtype: torch.dtype, layout: IndexLayout, heads: int, rope: int) -> dict[str, Any]:
     """What :func:`index_query_kernel` is compiled with on an architecture, the compiler's options among it."""
-    constants = {"HEADS": heads, "DIM": dim, "ROPE": rope, "HADAMARD": hadamard, "KIND": index_dtype.value}
+    constants = {
+        "HEADS": heads,
+        "DIM": layout.head_dim,
+        "ROPE": rope,
+        "HADAMARD": layout.hadamard,
+        "KIND": layout.dtype.value,
+    }
     return constants | _program(arch, dtype)
 
 
-def key_constants(
-    arch: str, source: torch.dtype, dtype: torch.dtype, layout: IndexLayout, rope: int, *, hadamard: bool
-) -> dict[str, Any]:
+def key_constants(arch: str, source: torch.dtype, dtype: torch.dtype, layout: IndexLayout, rope: int) -> dict[str, Any]:
     """What :func:`index_key_kernel` is compiled with; ``source`` is the dtype that it reads, ``dtype`` the one that it
     rounds to.
     """
@@ -116,7 +113,7 @@ def key_constants(
         "BF16": dtype == torch.bfloat16,
         "DIM": layout.head_dim,
         "ROPE": rope,
-        "HADAMARD": hadamard,
+        "HADAMARD": layout.hadamard,
         "KIND": layout.dtype.value,
         "ENTRIES": layout.entries,
         "ROW_BYTES": layout.data_row_bytes,
@@ -136,7 +133,6 @@ def _launch_keys(
     source: Tensor,
     making: tuple[Tensor, float, Tensor, Tensor] | None,
     dtype: torch.dtype,
-    hadamard: bool,
     target: Tensor,
     slots: Tensor | None,
     layout: IndexLayout,
@@ -147,7 +143,7 @@ def _launch_keys(
         return
     weight, eps, cos, sin = making or (None, 0.0, None, None)
     cos_stride, rope = (0, 0) if cos is None else (cos.stride(0), 2 * cos.shape[1])
-    constants = key_constants(_arch(source), source.dtype, dtype, layout, rope, hadamard=hadamard)
+    constants = key_constants(_arch(source), source.dtype, dtype, layout, rope)
     sizes = count, target.shape[0] * layout.entries, source.stride(0), target.stride(0)
     with _device_of(source):
         launch = index_key_kernel[(triton.cdiv(count, constants["VECTORS"]),)]
@@ -242,8 +238,8 @@ def index_key_kernel(
 ):
     """Some keys from rows of source [N, D] to their slots in pages, or without slots to rows of target.
 
-    Without a weight the source is made keys, with one it is pooled. ``end`` is the first slot behind the pages; source,
-    cos and sin have strides in elements, target in bytes.
+    Without a weight the source is keys after RoPE, with one it is pooled. ``end`` is the first slot behind the pages;
+    source, cos and sin have strides in elements, target in bytes.
     """
     key = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     real = key < count
@@ -251,8 +247,8 @@ def index_key_kernel(
     if weight is not None:
         x = normed(x, weight, eps, DIM, BF16, VECTORS)
         x = turned(x, cos + key * cos_stride, sin + key * sin_stride, real, DIM, ROPE, BF16, VECTORS)
-        if HADAMARD:
-            x = rotated(x, DIM, BF16, VECTORS)
+    if HADAMARD:
+        x = rotated(x, DIM, BF16, VECTORS)
     if slots is None:
         store_pieces(x, target + key * target_stride, None, real, DIM, KIND, VECTORS)
     else:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tetrad.ops.arguments import check_output, check_whole
+from tetrad.errors import check_whole
+from tetrad.ops.arguments import check_output
 from tetrad.ops.indexer_logits import check_indexer_arguments, indexer_logits
 from tetrad.ops.plan_indexer import IndexerPlan
 from tetrad.ops.topk_indices import topk_indices
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["DEFAULT_LOGITS_BUDGET", "index_topk", "rows_per_chunk"]
 
@@ -19,6 +21,7 @@ _LOGIT_BYTES = 4
 _ROW_STEP = 128
 
 
+@without_autocast
 def index_topk(
     q: Tensor,
     q_scale: Tensor | None,
@@ -50,9 +53,13 @@ def index_topk(
     :raises ValueError: for a wrong shape, stride, device, width, k or budget, or a plan for other sizes
     :raises TypeError: for a wrong type or dtype
 
-    The other arguments are those of :func:`tetrad.ops.indexer_logits`.
+    It can be captured into a CUDA graph after one call outside of the capture, which compiles its kernels: give it
+    ``out`` and a ``plan`` that the graph makes anew (``plan_indexer(..., out=plan)``), and change tensors in place.
+
+    The other arguments are those of :func:`tetrad.ops.indexer_logits`. :func:`tetrad.ops.physical_slots` turns the
+    chosen entries into slots of the cache.
     """
-    check_indexer_arguments(
+    q, q_scale, cache, _ = check_indexer_arguments(
         q, q_scale, weights, cache, block_tables, row_request, visible_end, width=width, plan=plan, out=None
     )
     check_whole("k", k, 1)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tetrad.errors import check_whole
 from tetrad.formats import mxfp4
 from tetrad.geometry import IndexDtype, IndexLayout
-from tetrad.ops.arguments import check_output, check_pages, check_tensor, check_whole
-from tetrad.ops.backends import Problem, backend_module
+from tetrad.ops.arguments import as_pages, check_output, check_pages, check_tensor
+from tetrad.ops.backends import Problem, backend_module, choose_backend
+from tetrad.ops.checked import check_rows, check_tables, checked
+from tetrad.ops.indexer_logits.packed import packed_query, scale_bytes
 from tetrad.ops.plan_indexer import IndexerPlan
+from tetrad.ops.plan_indexer.stale import check_plan
+from tetrad.platforms import Platform
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["check_indexer_arguments", "indexer_logits", "uses_plan"]
 
@@ -21,6 +27,7 @@ _INDEX_DTYPES = {
 }
 
 
+@without_autocast
 def indexer_logits(
     q: Tensor,
     q_scale: Tensor | None,
@@ -51,8 +58,14 @@ def indexer_logits(
     bf16, fp32      bf16 or fp32 [R, H, D]      None                    64 * D elements
     ==============  ==========================  ======================  ==========================================
 
+    The forms that other libraries use are taken as they are, without a copy: fp4 queries as int8 or
+    ``torch.float4_e2m1fn_x2`` and their scales as ``torch.float8_e8m0fnu``, or as int32 [R, H, D/128] of four bytes
+    each (also [R, H] where D is 128); and DeepGEMM's pages, uint8 [pages, 64, 1, page bytes / 64]. A query of
+    [requests, rows, heads, ...] is passed as ``q.flatten(0, 1)``.
+
     Only what the host knows is checked (types, shapes, strides, devices). That requests and page ids are in range, that
-    visible ends do not exceed ``width``, and that rows of one request are adjacent is the caller's duty.
+    visible ends do not exceed ``width``, and that rows of one request are adjacent is the caller's duty;
+    :func:`tetrad.ops.checked` checks it, at the price of a synchronisation.
 
     Source: the lightning indexer of DeepSeek-V4's compressed sparse attention.
 
@@ -72,15 +85,21 @@ def indexer_logits(
     :raises ValueError: for a wrong shape, stride, device or width, or a plan for other sizes
     :raises TypeError: for a wrong type or dtype
     """
-    layout = check_indexer_arguments(
+    q, q_scale, cache, layout = check_indexer_arguments(
         q, q_scale, weights, cache, block_tables, row_request, visible_end, width=width, plan=plan, out=out
     )
     if out is None:
         out = torch.empty((q.shape[0], width), dtype=torch.float32, device=q.device)
     backend = backend_module("indexer_logits", q.device, Problem(str(layout.dtype), layout.head_dim, q.shape[1]))
-    backend.indexer_logits(
-        q, q_scale, weights, cache, block_tables, row_request, visible_end, out, layout=layout, plan=plan
-    )
+    try:
+        backend.indexer_logits(
+            q, q_scale, weights, cache, block_tables, row_request, visible_end, out, layout=layout, plan=plan
+        )
+    except IndexError:
+        # a CPU notices what a GPU would not: say which row it was
+        with checked():
+            _check_values(cache, block_tables, row_request, visible_end, width, plan, layout)
+        raise
     return out
 
 
@@ -96,8 +115,12 @@ def check_indexer_arguments(
     width: int,
     plan: IndexerPlan | None,
     out: Tensor | None,
-) -> IndexLayout:
-    """Check the arguments of :func:`indexer_logits` as it says, and return the layout of the cache that they imply."""
+) -> tuple[Tensor, Tensor | None, Tensor, IndexLayout]:
+    """Check the arguments of :func:`indexer_logits` as it says.
+
+    :returns: q, q_scale and cache in the form of its table, and the layout of the cache that they imply
+    """
+    q = packed_query(q)
     check_tensor("q", q, tuple(_INDEX_DTYPES), (None, None, None), "rows, heads, channels", contiguous=True)
     dtype, device, (rows, heads, _) = _INDEX_DTYPES[q.dtype], q.device, q.shape
     head_dim = q.shape[2] * 2 if dtype is IndexDtype.FP4 else q.shape[2]
@@ -111,13 +134,16 @@ def check_indexer_arguments(
                 f"shape {list(q.shape)}"
             )
         scale_shape = (rows, heads, groups)
+        q_scale = scale_bytes(q_scale)
         check_tensor("q_scale", q_scale, torch.uint8, scale_shape, "rows, heads, groups of 32", device, contiguous=True)
     elif dtype is IndexDtype.FP8:
         check_tensor("q_scale", q_scale, torch.float32, (rows, heads), "rows, heads", device, contiguous=True)
     elif q_scale is not None:
         raise TypeError(f"q_scale must be None for a query in {dtype}; got {type(q_scale).__name__}")
     check_tensor("weights", weights, torch.float32, (rows, heads), "rows, heads", device, contiguous=True)
-    layout = IndexLayout(dtype, head_dim)
+    # whether keys are rotated does not show in a page
+    layout = IndexLayout(dtype, head_dim, hadamard=False)
+    cache = as_pages("cache", cache, layout)
     check_pages("cache", cache, layout.page_bytes, f"{layout.entries} {dtype} keys of {head_dim} channels", device)
     if cache.shape[1] != layout.page_bytes:
         raise ValueError(
@@ -135,10 +161,26 @@ def check_indexer_arguments(
         check_tensor("plan", plan.buffer, torch.int32, (None, 4), "slots, 4", device)
     if out is not None:
         check_output("out", out, torch.float32, rows, width, "rows, width", device)
-    return layout
+    _check_values(cache, block_tables, row_request, visible_end, width, plan, layout)
+    return q, q_scale, cache, layout
 
 
-def uses_plan(device: torch.device, index_dtype: IndexDtype, head_dim: int, heads: int) -> bool:
-    """Whether the back end that scores these keys on this device makes use of a plan; else none need be made."""
-    backend = backend_module("indexer_logits", device, Problem(str(index_dtype), head_dim, heads))
-    return getattr(backend, "USES_PLAN", True)
+def _check_values(
+    cache: Tensor,
+    block_tables: Tensor,
+    row_request: Tensor,
+    visible_end: Tensor,
+    width: int,
+    plan: IndexerPlan | None,
+    layout: IndexLayout,
+) -> None:
+    """What is the caller's duty; only inside of :func:`tetrad.ops.checked`."""
+    check_rows(row_request, visible_end, width)
+    check_tables(block_tables, row_request, visible_end, pages=cache.shape[0], entries=layout.entries)
+    if plan is not None:
+        check_plan(plan, row_request, visible_end)
+
+
+def uses_plan(platform: Platform, problem: Problem) -> bool:
+    """Whether the back end that scores such keys on this platform makes use of a plan; else none need be made."""
+    return choose_backend("indexer_logits", platform, problem).name != "reference"

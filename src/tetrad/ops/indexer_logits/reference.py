@@ -21,19 +21,14 @@ from tetrad.geometry import IndexLayout, ceil_div, entry_slots
 from tetrad.ops.index_keys.encoding import decode, from_rows
 from tetrad.ops.paged_rows import gather_rows
 from tetrad.ops.plan_indexer.plan import BLOCK, IndexerPlan
-from tetrad.ops.row_invariant import ROW_MULTIPLE
+from tetrad.ops.row_invariant import LANES, ROW_MULTIPLE, batched_product
 from tetrad.ops.temporaries import temporary_bytes
-
-USES_PLAN = False
 
 _CHUNK_BYTES = 16 << 20
 """Bytes of temporaries that are aimed at; changes no result. Many more are slower: they leave the CPU's cache."""
 
 _MANY_ROWS = 8
 """Rows of one request that share its keys as they are; fewer get a copy of them, in a batch of requests."""
-
-_LANES = 16
-"""Channels are padded to a multiple of this, so that every item of a batch starts at a multiple of 64 bytes."""
 
 _ORDINARY_EXPONENT = 46
 """With scales from 2^-46 to 2^46 no product of two FP4 or E4M3 values, and no sum of a thousand of them, leaves the
@@ -72,7 +67,7 @@ class _Vectors:
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """In ``dtype``, the channels padded with zeros to a multiple of 16."""
         x = decode(self.values, self.scales, dtype)
-        missing = -x.shape[-1] % _LANES
+        missing = -x.shape[-1] % LANES
         return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
@@ -133,7 +128,7 @@ class _Scorer:
     def score_group(self, group: _Group) -> None:
         """Many rows of one request: block by block, its keys dequantised once for a chunk of rows."""
         rows_at_once = max(1, temporary_bytes(self.q.device, _CHUNK_BYTES) // self._item_bytes(keys=False))
-        request = torch.tensor([group.request], device=self.q.device)
+        request = torch.tensor([group.request], dtype=torch.int64, device=self.q.device)
         for start in range(group.start, group.stop, rows_at_once):
             rows = slice(start, min(start + rows_at_once, group.stop))
             ends = self.visible_end[rows]
@@ -143,12 +138,12 @@ class _Scorer:
             shortest, longest = (int(end) for end in torch.aminmax(ends))
             for block in range(ceil_div(longest, BLOCK)):
                 first = block * BLOCK
-                keys = self._keys(request, torch.tensor([block], device=self.q.device), longest)
+                keys = self._keys(request, torch.tensor([block], dtype=torch.int64, device=self.q.device), longest)
                 scores = self._score(query, query_fp32, keys, None, rows)
                 columns = slice(first, min(first + BLOCK, longest))
                 target, scores = self.out[rows, columns], scores[:, : columns.stop - first]
                 if shortest < columns.stop:
-                    column = torch.arange(columns.start, columns.stop, device=self.q.device)
+                    column = torch.arange(columns.start, columns.stop, dtype=torch.int64, device=self.q.device)
                     scores = torch.where(column < ends.unsqueeze(1), scores, target)
                 target.copy_(scores)
 
@@ -157,17 +152,19 @@ class _Scorer:
         for group_of, block in self._batches(groups):
             device = self.q.device
             requests, starts, rows, ends = torch.tensor(
-                [(group.request, group.start, group.rows, group.end) for group in group_of], device=device
+                [(group.request, group.start, group.rows, group.end) for group in group_of],
+                dtype=torch.int64,
+                device=device,
             ).unbind(1)
-            blocks = torch.tensor(block, device=device)
+            blocks = torch.tensor(block, dtype=torch.int64, device=device)
             keys = self._keys(requests, blocks, ends)
             # one item for every row of every block
             count = sum(group.rows for group in group_of)
             item = torch.repeat_interleave(rows, output_size=count)
-            row = starts[item] + torch.arange(count, device=device) - (rows.cumsum(0) - rows)[item]
+            row = starts[item] + torch.arange(count, dtype=torch.int64, device=device) - (rows.cumsum(0) - rows)[item]
             query = self._queries(row)
             scores = self._score(query, self._padded(query, torch.float32), keys, item, row)
-            column = blocks[item].unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=device)
+            column = blocks[item].unsqueeze(1) * BLOCK + torch.arange(BLOCK, dtype=torch.int64, device=device)
             visible = column < self.visible_end[row].unsqueeze(1)
             self.out[row.unsqueeze(1).expand(-1, BLOCK)[visible], column[visible]] = scores[visible]
 
@@ -190,7 +187,7 @@ class _Scorer:
 
     def _item_bytes(self, *, keys: bool) -> int:
         """fp32 bytes of one item: its query, its scores, and its keys if it has a copy of its own."""
-        heads, dim = self.q.shape[1] + ROW_MULTIPLE, self.layout.head_dim + _LANES
+        heads, dim = self.q.shape[1] + ROW_MULTIPLE, self.layout.head_dim + LANES
         return 4 * (heads * dim + heads * BLOCK + (2 * BLOCK * dim if keys else 0))
 
     def _queries(self, rows: slice | Tensor) -> _Vectors:
@@ -200,8 +197,8 @@ class _Scorer:
 
     def _keys(self, requests: Tensor, blocks: Tensor, ends: Tensor | int) -> _Vectors:
         """The keys of N blocks, [N, 256, ...]. Behind the end the last visible key is repeated: no other is read."""
-        entry = blocks.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=blocks.device)
-        entry = torch.minimum(entry, torch.as_tensor(ends, device=blocks.device).view(-1, 1) - 1)
+        entry = blocks.unsqueeze(1) * BLOCK + torch.arange(BLOCK, dtype=torch.int64, device=blocks.device)
+        entry = torch.minimum(entry, torch.as_tensor(ends, dtype=torch.int64, device=blocks.device).view(-1, 1) - 1)
         slots = entry_slots(self.block_tables, requests.unsqueeze(1), entry, self.layout.entries)
         values, scales = from_rows(*gather_rows(self.cache, slots, self.layout), self.layout)
         wide = _beyond_ordinary(scales)
@@ -240,7 +237,7 @@ def _weighted_sum(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     if query.shape[0] == 1:
         # a batch of one may be computed by another kernel than a batch of more
         return _weighted_sum(query.expand(2, -1, -1), keys.expand(2, -1, -1), weights.expand(2, -1))[:1]
-    dots = torch.bmm(query, keys.transpose(1, 2))[:, : weights.shape[1]]
+    dots = batched_product(query, keys.transpose(1, 2))[:, : weights.shape[1]]
     # relu keeps NaN, as a maximum with zero need not
     return dots.relu_().mul_(weights.unsqueeze(-1)).sum(1)
 

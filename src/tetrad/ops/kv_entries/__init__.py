@@ -11,15 +11,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tetrad.geometry import KVLayout, PagedKV
-from tetrad.ops.arguments import check_pages, check_tensor
+from tetrad.geometry import PagedKV, check_paged
+from tetrad.ops.arguments import check_compute_dtype, check_pages, check_tensor
 from tetrad.ops.backends import Problem, backend_module
+from tetrad.ops.checked import check_slots
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["copy_kv_entries", "read_kv_entries", "write_kv_entries", "write_pooled_kv_entries"]
 
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 
 
+@without_autocast
 def write_kv_entries(values: Tensor, cache: PagedKV, slots: Tensor) -> None:
     """Store entries at their slots, data and scales together; the pages of ``cache`` are changed in place.
 
@@ -33,11 +36,13 @@ def write_kv_entries(values: Tensor, cache: PagedKV, slots: Tensor) -> None:
     :raises TypeError: for a wrong dtype
     :raises IndexError: if a slot lies behind the last page
     """
+    check_paged(cache)
     check_tensor("values", values, _COMPUTE_DTYPES, (None, cache.layout.head_dim), "entries, channels")
-    backend = _backend(cache, slots, values)
+    backend = _backend(cache, slots, values, distinct=True)
     backend.write_kv_entries(values, cache.pages, slots, cache.layout)
 
 
+@without_autocast
 def write_pooled_kv_entries(
     pooled: Tensor,
     norm_weight: Tensor,
@@ -63,16 +68,17 @@ def write_pooled_kv_entries(
 
     Errors as those of :func:`write_kv_entries`.
     """
+    check_paged(cache)
     check_tensor("pooled", pooled, torch.float32, (None, cache.layout.head_dim), "entries, channels")
     check_tensor("norm_weight", norm_weight, torch.float32, (pooled.shape[1],), "channels", pooled.device)
     for name, angle in (("cos", cos), ("sin", sin)):
         check_tensor(name, angle, torch.float32, (pooled.shape[0], None), "entries, rope / 2", pooled.device)
-    if dtype not in _COMPUTE_DTYPES:
-        raise TypeError(f"dtype must be float32 or bfloat16; got {dtype}")
-    backend = _backend(cache, slots, pooled)
+    check_compute_dtype(dtype)
+    backend = _backend(cache, slots, pooled, distinct=True)
     backend.write_pooled_kv_entries(pooled, norm_weight, eps, cos, sin, dtype, cache.pages, slots, cache.layout)
 
 
+@without_autocast
 def copy_kv_entries(cache: PagedKV, sources: Tensor, targets: Tensor) -> None:
     """Copy entries from slot to slot as they are stored, all from what was there before.
 
@@ -82,10 +88,13 @@ def copy_kv_entries(cache: PagedKV, sources: Tensor, targets: Tensor) -> None:
     :raises ValueError: for a wrong shape or device
     :raises TypeError: for a wrong dtype
     """
-    check_tensor("targets", targets, torch.int64, (sources.shape[0],), "entries", cache.pages.device)
+    check_paged(cache)
+    check_tensor("targets", targets, torch.int64, (None,), "entries", cache.pages.device)
+    check_slots("targets", targets, cache.slots, distinct=True)
     _backend(cache, sources, targets).copy_kv_entries(cache.pages, sources, targets, cache.layout)
 
 
+@without_autocast
 def read_kv_entries(cache: PagedKV, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """The stored entries at ``slots``: [..., d] in ``dtype``; zeros for a negative slot.
 
@@ -96,18 +105,20 @@ def read_kv_entries(cache: PagedKV, slots: Tensor, dtype: torch.dtype) -> Tensor
     :raises TypeError: for a wrong dtype
     :raises IndexError: if a slot lies behind the last page
     """
-    layout: KVLayout = cache.layout
+    check_paged(cache)
+    layout = cache.layout
     check_pages("pages", cache.pages, layout.page_bytes, f"KV entries in {layout.dtype}", aligned=False)
-    check_tensor("slots", slots, torch.int64, [None] * slots.dim(), "any shape", cache.pages.device, strided=True)
-    if dtype not in _COMPUTE_DTYPES:
-        raise TypeError(f"dtype must be float32 or bfloat16; got {dtype}")
+    check_tensor("slots", slots, torch.int64, None, "any shape", cache.pages.device, strided=True)
+    check_compute_dtype(dtype)
+    check_slots("slots", slots, cache.slots)
     backend = backend_module("kv_entries", cache.pages.device, Problem(str(layout.dtype), layout.head_dim))
     return backend.read_kv_entries(cache.pages, slots, layout, dtype)
 
 
-def _backend(cache: PagedKV, slots: Tensor, rows: Tensor) -> ModuleType:
+def _backend(cache: PagedKV, slots: Tensor, rows: Tensor, *, distinct: bool = False) -> ModuleType:
     """The back end for these pages, once they and one slot for each of ``rows`` are checked."""
     layout = cache.layout
     check_tensor("slots", slots, torch.int64, (rows.shape[0],), "entries", rows.device)
     check_pages("pages", cache.pages, layout.page_bytes, f"KV entries in {layout.dtype}", rows.device, aligned=False)
+    check_slots("slots", slots, cache.slots, distinct=distinct)
     return backend_module("kv_entries", rows.device, Problem(str(layout.dtype), layout.head_dim))

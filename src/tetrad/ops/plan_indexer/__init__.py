@@ -7,13 +7,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tetrad.ops.arguments import check_tensor, check_whole
+from tetrad.errors import check_whole
+from tetrad.ops.arguments import check_tensor
 from tetrad.ops.backends import Problem, backend_module
+from tetrad.ops.checked import check_rows
 from tetrad.ops.plan_indexer.plan import BLOCK, LEAST_SLOTS, IndexerPlan
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["BLOCK", "LEAST_SLOTS", "IndexerPlan", "plan_indexer"]
 
 
+@without_autocast
 def plan_indexer(
     row_request: Tensor, visible_end: Tensor, *, width: int, out: IndexerPlan | Tensor | None = None
 ) -> IndexerPlan:
@@ -23,7 +27,9 @@ def plan_indexer(
 
     Row r gets ceil(blocks[r] / s) units of s blocks, its last one what is left; rows follow each other in order.
     Padding rows and rows that see nothing get none. Every visible block is in exactly one unit, and a plan has at
-    least as many slots as rows, so that none is ever dropped. Nothing is synchronised.
+    least as many slots as rows, so that none is ever dropped. Nothing is synchronised. A step that is captured into a
+    CUDA graph makes its plan inside of the graph, with the plan of an earlier call as ``out``: a plan of other visible
+    ends leaves entries out.
 
     :param row_request: int32 [R], the request of each row, -1 for padding
     :param visible_end: int32 [R], the entries that each row sees. None may exceed ``width``, which is the caller's
@@ -41,6 +47,7 @@ def plan_indexer(
     rows, device = row_request.shape[0], row_request.device
     check_tensor("visible_end", visible_end, torch.int32, (rows,), "rows", device)
     check_whole("width", width, 0)
+    check_rows(row_request, visible_end, width)
     if out is None:
         out = torch.empty((max(LEAST_SLOTS, rows), 4), dtype=torch.int32, device=device)
     backend = backend_module("plan_indexer", device, Problem())
@@ -52,9 +59,10 @@ def plan_indexer(
                 f"so the schedule would stay as it is; call plan_indexer with out.buffer, or without out"
             )
         plan = out
+        check_tensor("out", plan.buffer, torch.int32, (None, 4), "slots, 4", device, contiguous=True)
     else:
+        check_tensor("out", out, torch.int32, (None, 4), "slots, 4", device, contiguous=True)
         plan = _new_plan(backend, out, rows, width)
-    check_tensor("out", plan.buffer, torch.int32, (None, 4), "slots, 4", device, contiguous=True)
     if plan.slots < rows:
         raise ValueError(f"out must have a slot for every row, so at least {rows}; got {plan.slots}")
     schedule = {} if plan.schedule is None else {"schedule": plan.schedule}

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from tetrad.errors import check_whole
+from tetrad.formats.arguments import described
+from tetrad.ops.arguments import check_tensor
 
 BLOCK = 256
 """Entries that a scorer handles at a time: four pages."""
@@ -33,6 +38,15 @@ class IndexerPlan:
     block: int = BLOCK
     schedule: Tensor | None = None
     schedule_of: str = ""
+
+    def __post_init__(self) -> None:
+        check_tensor("buffer", self.buffer, torch.int32, (None, 4), "slots, 4")
+        for name, least in (("rows", 0), ("width", 0), ("block", 1)):
+            check_whole(name, getattr(self, name), least)
+        if self.schedule is not None:
+            check_tensor("schedule", self.schedule, torch.int32, None, "any shape")
+        if not isinstance(self.schedule_of, str):
+            raise TypeError(f"schedule_of must be the name of a back end; got {described(self.schedule_of)}")
 
     @property
     def slots(self) -> int:

@@ -31,7 +31,7 @@ def plan_indexer(row_request: Tensor, visible_end: Tensor, buffer: Tensor, *, wi
 
     units = (blocks + per_unit - 1) // per_unit
     behind = units.cumsum(0)
-    slot = torch.arange(slots, device=buffer.device)
+    slot = torch.arange(slots, dtype=torch.int64, device=buffer.device)
     row = torch.searchsorted(behind, slot, right=True)
     used = row < rows
     row = row.clamp_max(rows - 1)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tetrad.geometry import PagedKV
 from tetrad.ops.sparse_attention import reference
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["History", "sparse_attention"]
 
@@ -26,6 +27,7 @@ class History:
     width: int
 
 
+@without_autocast
 def sparse_attention(
     q: Tensor,
     sinks: Tensor,

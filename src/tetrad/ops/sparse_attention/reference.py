@@ -134,7 +134,7 @@ class _All:
 
     def slots(self, offset: int) -> Tensor:
         history = self.history
-        entry = torch.arange(offset, offset + self.block, device=history.end.device)
+        entry = torch.arange(offset, offset + self.block, dtype=torch.int64, device=history.end.device)
         seen = entry < history.end.unsqueeze(1)
         entries = entry.where(seen, 0)
         request = history.row_request.clamp_min(0).unsqueeze(1)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tetrad.ops.arguments import check_output, check_tensor, check_whole
+from tetrad.errors import check_whole
+from tetrad.ops.arguments import check_output, check_tensor
 from tetrad.ops.backends import Problem, backend_module
+from tetrad.ops.checked import check_rows
+from tetrad.torch_settings import without_autocast
 
 __all__ = ["topk_indices"]
 
 
+@without_autocast
 def topk_indices(logits: Tensor, visible_end: Tensor, k: int, *, out: Tensor | None = None) -> Tensor:
     """The columns of the k largest of ``logits[r, :visible_end[r]]``: int32 [R, k].
 
@@ -31,6 +35,7 @@ def topk_indices(logits: Tensor, visible_end: Tensor, k: int, *, out: Tensor | N
     rows, device = logits.shape[0], logits.device
     check_tensor("visible_end", visible_end, torch.int32, (rows,), "rows", device)
     check_whole("k", k, 1)
+    check_rows(None, visible_end, logits.shape[1])
     if out is None:
         out = torch.empty((rows, k), dtype=torch.int32, device=device)
     else:

@@ -32,7 +32,7 @@ def topk_indices(logits: Tensor, visible_end: Tensor, k: int, out: Tensor) -> No
     if not picked:
         return
     chunk = max(1, temporary_bytes(logits.device, 8 * _CHUNK_KEYS) // (8 * width))
-    column = torch.arange(width, device=logits.device)
+    column = torch.arange(width, dtype=torch.int64, device=logits.device)
     for start in range(0, rows, chunk):
         part = slice(start, start + chunk)
         keys = _ordered_bits(logits[part]).bitwise_left_shift_(32).bitwise_or_(_LOW_BITS - column)
