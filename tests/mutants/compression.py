@@ -85,7 +85,7 @@ def one_gate(tokens: Tensor, overlap: bool) -> Tensor:
 def without_overlap(compress: Any) -> Any:
     def wrong(step, state, *rows, ratio, overlap):
         own = slice(step.shape[-1] // 2 if overlap else 0, None)
-        return compress(step[..., own], state[..., own], *rows, ratio=ratio, overlap=False)
+        return compress(step[..., own], state[..., own].contiguous(), *rows, ratio=ratio, overlap=False)
 
     return wrong
 

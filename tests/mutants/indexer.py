@@ -44,9 +44,7 @@ def without_hadamard(layout: IndexLayout) -> IndexLayout:
     return IndexLayout(layout.dtype, layout.head_dim, hadamard=False)
 
 
-def query(
-    change: Callable[[Tensor], Tensor] = lambda q: q, *, rotary: bool = True, hadamard: bool = True
-) -> Patch:
+def query(change: Callable[[Tensor], Tensor] = lambda q: q, *, rotary: bool = True, hadamard: bool = True) -> Patch:
     def make(quantize: Any) -> Any:
         def wrong(q, cos, sin, layout):
             if not rotary:

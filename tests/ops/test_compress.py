@@ -62,8 +62,8 @@ class Step:
             firsts += [first] * count
         self.step = torch.cat([*rows, torch.full((padding, 2, width), NAN)])
         self.request = torch.tensor([*requests, *[-1] * padding], dtype=torch.int32)
-        self.position = torch.tensor([*positions, *[ratio - 1] * padding])
-        self.first = torch.tensor([*firsts, *[0] * padding])
+        self.position = torch.tensor([*positions, *[ratio - 1] * padding], dtype=torch.int64)
+        self.first = torch.tensor([*firsts, *[0] * padding], dtype=torch.int64)
 
     def compress(self) -> Tensor:
         rows = (self.request, self.position, self.first)

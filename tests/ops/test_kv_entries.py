@@ -174,7 +174,7 @@ def test_bad_arguments():
         write_kv_entries(values, PagedKV(pages, layout), slots.int())
     with pytest.raises(ValueError, match=r"slots must be .*; got the shape \[1\]"):
         write_kv_entries(values, PagedKV(pages, layout), slots[:1])
-    with pytest.raises(ValueError, match=r"pages must have pages of 1168 bytes \(KV entries in fp8\); got 1167"):
+    with pytest.raises(ValueError, match=r"at least 1168 bytes a page; got the shape \[2, 1167\]"):
         write_kv_entries(values, PagedKV(pages[:, :-1], layout), slots)
     with pytest.raises(ValueError, match="overlap"):
         write_kv_entries(values, PagedKV(pages[:1].expand(2, -1), layout), slots)
@@ -256,11 +256,11 @@ def test_bad_copies():
     cache, slots = PagedKV(torch.zeros(2, 1168, dtype=torch.uint8), layout), torch.arange(2)
     with pytest.raises(TypeError, match=r"targets must be int64 .*; got torch.int32"):
         copy_kv_entries(cache, slots, slots.int())
-    with pytest.raises(TypeError, match=r"slots must be int64 .*; got torch.int32"):
+    with pytest.raises(TypeError, match=r"sources must be int64 .*; got torch.int32"):
         copy_kv_entries(cache, slots.int(), slots)
     with pytest.raises(ValueError, match=r"targets must be .*; got the shape \[1\]"):
         copy_kv_entries(cache, slots, slots[:1])
-    with pytest.raises(ValueError, match=r"pages must have pages of 1168 bytes"):
+    with pytest.raises(ValueError, match=r"at least 1168 bytes a page"):
         copy_kv_entries(PagedKV(cache.pages[:, :-1], layout), slots, slots)
     with pytest.raises(IndexError):
         copy_kv_entries(cache, torch.tensor([0, 4]), slots)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tetrad.geometry.addresses import PagedIndex as PagedIndex
     from tetrad.geometry.addresses import PagedKV as PagedKV
     from tetrad.geometry.addresses import PageLayout as PageLayout
+    from tetrad.geometry.addresses import check_layout as check_layout
+    from tetrad.geometry.addresses import check_paged as check_paged
     from tetrad.geometry.addresses import data_rows as data_rows
     from tetrad.geometry.addresses import element_dtype as element_dtype
     from tetrad.geometry.addresses import entry_slots as entry_slots
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from tetrad.geometry.sizes import CSA_RATIO as CSA_RATIO
     from tetrad.geometry.sizes import DRAFT_ROWS as DRAFT_ROWS
     from tetrad.geometry.sizes import blocks_for as blocks_for
+    from tetrad.geometry.sizes import bucket_rows as bucket_rows
     from tetrad.geometry.sizes import ceil_div as ceil_div
     from tetrad.geometry.sizes import check_block_size as check_block_size
     from tetrad.geometry.sizes import compressor_ring as compressor_ring
@@ -45,6 +48,7 @@ _SIZES = (
     "CSA_RATIO",
     "DRAFT_ROWS",
     "blocks_for",
+    "bucket_rows",
     "ceil_div",
     "check_block_size",
     "compressor_ring",
@@ -64,6 +68,8 @@ _ADDRESSES = (
     "PagedIndex",
     "PagedKV",
     "SCALE_ALIGNMENT",
+    "check_layout",
+    "check_paged",
     "data_rows",
     "element_dtype",
     "entry_slots",

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from tetrad.ops.row_invariant import middle_sum
 
-from tetrad.ops.row_invariant import middle_sum
-
 
 def compress(
     step: Tensor, state: Tensor, row_request: Tensor, position: Tensor, first: Tensor, *, ratio: int, overlap: bool

@@ -89,7 +89,9 @@ def copy_kv_entries(cache: PagedKV, sources: Tensor, targets: Tensor) -> None:
     :raises TypeError: for a wrong dtype
     """
     check_paged(cache)
-    check_tensor("targets", targets, torch.int64, (None,), "entries", cache.pages.device)
+    check_tensor("sources", sources, torch.int64, (None,), "entries", cache.pages.device)
+    check_tensor("targets", targets, torch.int64, (sources.shape[0],), "entries", cache.pages.device)
+    check_slots("sources", sources, cache.slots)
     check_slots("targets", targets, cache.slots, distinct=True)
     _backend(cache, sources, targets).copy_kv_entries(cache.pages, sources, targets, cache.layout)
 
