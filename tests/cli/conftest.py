@@ -3,12 +3,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.engine.small import write_config, write_tokenizer
 from tetrad.cli.main import main
+from tetrad.cli.progress import Progress
+from tetrad.frontend.llm_engine import LLMEngine
 
 
 class Run(NamedTuple):
@@ -49,3 +51,24 @@ def tetrad(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         return Run(code, out, err)
 
     return run
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the line of progress would say behind each step of the engine."""
+    texts: list[str] = []
+    current: list[Progress] = []
+    enter, step = Progress.__enter__, LLMEngine.step
+
+    def entered(self: Progress) -> Progress:
+        current.append(self)
+        return enter(self)
+
+    def stepped(self: LLMEngine, **options: Any) -> Any:
+        result = step(self, **options)
+        texts.append(current[-1]._state())
+        return result
+
+    monkeypatch.setattr(Progress, "__enter__", entered)
+    monkeypatch.setattr(LLMEngine, "step", stepped)
+    return texts

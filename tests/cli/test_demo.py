@@ -17,17 +17,20 @@ def test_demo(capsys):
     assert "logits equal bit by bit" in out
 
 
-def test_own_question(capsys):
-    """A question of the user's own is asked instead."""
+def test_own_question(capsys, shown):
+    """A question of the user's own is asked instead. Tokens are counted all the while: nothing came between the first
+    line and the end."""
     assert main(["demo", "--tokens", "1K", "--question", "What is the code of nobody?"]) == 0
     out = capsys.readouterr().out
     assert [line[:2] for line in out.splitlines()].count("Q:") == 1
     assert "What is the code of nobody?" in out
+    assert shown[0] == "reading and answering: 1,057 tokens, the document has 1,024"
+    assert shown[-1].startswith("computing it again: 1,06")
 
 
-@pytest.mark.parametrize("tokens", ["100", "many"])
+@pytest.mark.parametrize("tokens", ["100", "10M", "many"])
 def test_wrong_length(capsys, tokens):
-    assert main(["demo", "--tokens", tokens]) == 1
+    assert main(["demo", "--tokens", tokens]) == 2
     assert tokens in capsys.readouterr().err
 
 

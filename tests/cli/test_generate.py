@@ -162,7 +162,7 @@ def test_jsonl(tetrad, model, expected, tmp_path):
     run = tetrad("generate", model, *ENGINE, *GREEDY, "--input-jsonl", file)
     assert run.code == 0
     records = [json.loads(line) for line in run.out.splitlines()]
-    assert [record["request_id"] for record in records] == ["line 1", "mine", "7", "line 5"]
+    assert [record["request_id"] for record in records] == ["line 1", "mine", 7, "line 5"]
     wanted = [
         expected(PROMPT),
         expected(bytes_of("ab"), max_tokens=2),
@@ -256,7 +256,7 @@ def test_an_output_file_appears_whole_or_not_at_all(tetrad, model, tmp_path, mon
     assert run.code == 130
     assert "interrupted" in run.err
     monkeypatch.undo()
-    assert tetrad(*arguments, "--max-model-len", 99999).code == 1
+    assert tetrad(*arguments, "--max-model-len", 99999).code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
     assert target.read_text() == "old"
 
@@ -270,7 +270,7 @@ def test_a_wrong_output_file_is_known_before_the_work(tetrad, model, tmp_path, m
     monkeypatch.setattr(generate, "LLMEngine", refuse)
     for target, reason in ((tmp_path / "no" / "out", "No such file or directory"), (tmp_path, "Is a directory")):
         run = tetrad("generate", model, *ENGINE, "--prompt", "x", "--output", target)
-        assert run.code == 1
+        assert run.code == 2
         assert f"cannot write {target}: {reason}; give --output another file" in run.err
 
 
@@ -324,16 +324,16 @@ def test_a_terminal_that_lacks_the_characters(model, monkeypatch, encoding):
     [
         (("--prompt", "a", "--prompt-token-ids", "5"), 2, "give only one of --prompt, --prompt-file"),
         (("--prompt-file", "a", "--input-jsonl", "b"), 2, "give only one of"),
-        (("--prompt-file", "/nowhere"), 1, "cannot read /nowhere: [Errno 2]"),
-        (("--input-jsonl", "/"), 1, "cannot read /: [Errno 21]"),
-        (("--prompt-token-ids", "5,x"), 1, "--prompt-token-ids '5,x' is not a list of token ids; write 5,17,3"),
+        (("--prompt-file", "/nowhere"), 2, "cannot read /nowhere: [Errno 2]"),
+        (("--input-jsonl", "/"), 2, "cannot read /: [Errno 21]"),
+        (("--prompt-token-ids", "5,x"), 2, "--prompt-token-ids '5,x' is not a list of token ids; write 5,17,3"),
         (("--prompt-token-ids", ""), 1, "the prompt is empty"),
-        (("--stop-token-ids", "1.5", "--prompt", "a"), 1, "--stop-token-ids '1.5' is not a list of token ids"),
-        (("--temperature", "3", "--prompt", "a"), 1, "temperature=3.0 is not allowed"),
+        (("--stop-token-ids", "1.5", "--prompt", "a"), 2, "--stop-token-ids '1.5' is not a list of token ids"),
+        (("--temperature", "3", "--prompt", "a"), 2, "temperature=3.0 is not allowed"),
         (("--temperature", "hot", "--prompt", "a"), 2, "argument --temperature: invalid float value: 'hot'"),
         (("--logit-bias", "[]", "--prompt", "a"), 2, "argument --logit-bias: not a JSON object: []"),
-        (("--max-model-len", "9k", "--prompt", "a"), 1, "max_model_len 9000 is above the model's"),
-        ((), 1, "there is no prompt; give --prompt, --prompt-file, --input-jsonl, or text on standard input"),
+        (("--max-model-len", "9k", "--prompt", "a"), 2, "max_model_len 9000 is above the model's"),
+        ((), 2, "there is no prompt; give --prompt, --prompt-file, --input-jsonl, or text on standard input"),
     ],
     ids=str,
 )
@@ -348,7 +348,7 @@ def test_a_prompt_file_that_is_not_utf8(tetrad, model, tmp_path):
     file = tmp_path / "prompt"
     file.write_bytes(b"caf\xe9")
     run = tetrad("generate", model, *ENGINE, "--prompt-file", file)
-    assert run.code == 1
+    assert run.code == 2
     assert f"cannot read {file}: 'utf-8' codec can't decode byte 0xe9" in run.err
 
 
@@ -360,7 +360,7 @@ def test_a_text_prompt_without_a_tokenizer(tetrad, ids_model):
 
 def test_a_model_that_is_not_there(tetrad, tmp_path):
     run = tetrad("generate", tmp_path / "none", "--prompt", "x")
-    assert run.code == 1
+    assert run.code == 2
     assert run.err.startswith("tetrad: error: cannot read the model configuration")
 
 

@@ -299,7 +299,7 @@ def test_a_config_that_cannot_be_read(tetrad, tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     run = tetrad("inspect", tmp_path)
-    assert (run.code, run.out) == (1, "")
+    assert (run.code, run.out) == (2, "")
     assert run.err.startswith("tetrad: error: ")
     assert message in run.err
 
@@ -313,4 +313,4 @@ def test_a_reader_that_leaves(released):
         result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120)
     finally:
         os.close(writer)
-    assert (result.returncode, result.stderr) == (1, b"")
+    assert (result.returncode, result.stderr) == (141, b"")

@@ -36,7 +36,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"device": "tpu"}, r"device 'tpu' is not known; choose auto, cpu, cuda or cuda:N"),
     ({"device": "mps"}, r"device 'mps' is not supported; choose auto, cpu, cuda or cuda:N"),
     ({"device": "meta"}, r"device 'meta' is not supported"),
-    ({"device": "cuda:99"}, r"device 'cuda:99' is not here: torch sees \d+ CUDA devices"),
+    ({"device": "cuda:99"}, r"device 'cuda:99' is not available: torch sees \d+ CUDA devices"),
     ({"device": "cpu:x"}, r"device 'cpu:x' is not known"),
     ({"device": None}, r"device None is of type NoneType; give str"),
     ({"dtype": "float16"}, r"dtype 'float16' is not known; choose one of auto, bfloat16, bf16, float32, fp32"),

@@ -374,8 +374,28 @@ def test_devices(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert EngineConfig.resolve(EngineArgs(model=str(folder))).device.type == "cpu"
     for name in ("cuda", "cuda:0", "cuda:3"):
-        with pytest.raises(ConfigError, match=rf"device '{name}' is not here: torch sees 0 CUDA devices; use cpu"):
+        with pytest.raises(ConfigError, match=rf"device '{name}' is not available: torch sees 0 CUDA devices; use cpu"):
             EngineConfig.resolve(EngineArgs(model=str(folder), device=name))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("deepseek-v4-flsh", "there is no such folder, did you mean deepseek-v4-flash?"),
+        ("deepseek-ai/DeepSeek-V4-Flash-Base", "there is no such folder, did you mean deepseek-v4-flash?"),
+        ("bundle", "there is no such folder, did you mean bundled?"),
+        (
+            "meta/other",
+            "there is no such folder. Give the folder of a checkpoint, since nothing is downloaded; names of",
+        ),
+    ],
+)
+def test_a_model_that_is_not_here(model, text):
+    """A name of the model hub was called a missing folder, without a word on what can be named."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.resolve(EngineArgs(model=model, device="cpu"))
+    assert text in str(caught.value)
+    assert "names of this package are bundled, deepseek-v4-flash, deepseek-v4-pro" in str(caught.value)
 
 
 def test_every_option_is_in_the_help():

@@ -169,12 +169,20 @@ def test_command(capsys):
     flags = ["--device", "cpu", "--dtype", "float32", "--lengths", "1K", "--depths", "0.5", "--questions", "2"]
     assert main(["eval", "recall", *flags, "--variants", "fp4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cells"][0]["questions"] == 2
-    assert main(["eval", "recall", *flags, "--depths", "0.5,deep"]) == 1
+    assert main(["eval", "recall", *flags, "--depths", "0.5,deep"]) == 2
     assert "--depths" in capsys.readouterr().err
 
 
-def test_an_interrupt_keeps_the_answers(monkeypatch, capsys):
-    """A measurement of an hour once printed nothing when its time was up."""
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted after 3 answers"),
+        (RuntimeError("no memory"), 1, "RuntimeError: no memory; the report is of the 3 answers before it"),
+    ],
+    ids=["an interrupt", "an error"],
+)
+def test_what_ends_it_early_keeps_the_answers(monkeypatch, capsys, end, code, said):
+    """A measurement of an hour once printed nothing when its time was up, or when its last length was too much."""
     asked = 0
 
     def ask(engine, variant, cells, settings, exact):
@@ -182,18 +190,24 @@ def test_an_interrupt_keeps_the_answers(monkeypatch, capsys):
         for number in range(2):
             asked += 1
             if asked == 4:
-                raise KeyboardInterrupt
+                raise end
             yield Answer(variant.name, 1024, 0.5, 0, number, "single", "a", "a", None)
 
     monkeypatch.setattr("tetrad.eval.recall._ask", ask)
     monkeypatch.setattr("tetrad.eval.recall._engine", lambda args, settings, variant: LLM(**SMALL).engine)
     flags = ["--device", "cpu", "--lengths", "1K", "--depths", "0.5", "--questions", "2", "--variants", "bf16,fp4"]
-    assert main(["eval", "recall", *flags, "--json"]) == 130
+    assert main(["eval", "recall", *flags, "--json"]) == code
     captured = capsys.readouterr()
     document = json.loads(captured.out)
-    assert document["interrupted"]
+    assert document["interrupted"] == (code == 130)
     assert [(cell["variant"], cell["questions"]) for cell in document["cells"]] == [("bf16", 2), ("fp4", 1)]
-    assert "3 answers" in captured.err
+    assert said in captured.err
+
+
+def test_a_picture_without_a_folder(tmp_path, capsys):
+    """Known before the measurement, not after it."""
+    assert main(["eval", "recall", "--png", str(tmp_path / "none" / "a.png")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seed", [1, 2**40])

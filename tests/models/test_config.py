@@ -272,19 +272,37 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+# what the objects of a configuration may hold, with any value
+OBJECTS = st.dictionaries(
+    st.sampled_from([*YARN, "rope_type", "main", "compress", "rope_theta", "quant_method", "expert_dtype", "fmt"])
+    | st.just("heavily_compressed_attention"),
+    JSON | st.dictionaries(st.sampled_from([*YARN, "rope_type", "rope_theta"]), JSON, max_size=2),
+    max_size=3,
+)
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from([*flash_document(), "layer_types", "mlp_layer_types", "compress_rates", "rope_parameters"]),
-        JSON,
+        st.sampled_from(
+            [
+                *flash_document(),
+                *("layer_types", "mlp_layer_types", "compress_rates", "compress_rate_hca", "partial_rotary_factor"),
+                *("rope_parameters", "dtype", "num_local_experts", "n_group", "rope_factor", "original_seq_len"),
+            ]
+        ),
+        JSON | OBJECTS,
         min_size=1,
         max_size=3,
-    )
+    ),
+    st.sampled_from([flash_document, inference_document]),
 )
-def test_any_value_is_accepted_or_a_config_error(changes: dict[str, Any]):
+def test_any_value_is_accepted_or_a_config_error(changes: dict[str, Any], document: Callable[[], dict[str, Any]]):
     """Hand-edited files hold anything; a TypeError out of the checks would not say which value it was."""
     with contextlib.suppress(ConfigError):
-        ModelConfig.from_dict(flash_document(**changes))
+        ModelConfig.from_dict(document() | changes)
+    with contextlib.suppress(ConfigError):
+        ModelConfig.from_dict(document(), changes)
 
 
 def test_one_error_names_every_mistake():

@@ -165,3 +165,5 @@ def test_overrides_that_cannot_be(overrides: dict[str, Any], text: str):
         ModelConfig.from_dict(flash_document(), overrides)
     assert f"\n  - {text}" in str(caught.value)
     assert ": 1 value cannot be used:" in str(caught.value), "one mistake must be reported once"
+    if text.partition(":")[0].partition(".")[0] in overrides:
+        assert str(caught.value).endswith(" (given as an override)"), "the file is not to blame"

@@ -51,13 +51,13 @@ class Shape:
 
     def __post_init__(self) -> None:
         if min(self.requests, self.entries, self.rows) < 1:
-            raise ConfigError(f"{self}: sizes start at 1")
+            raise ConfigError(f"{self}: every size must be at least 1")
         if self.kind is Kind.PREFILL and self.requests != 1:
-            raise ConfigError(f"{self}: a prefill is one request")
+            raise ConfigError(f"{self}: a prefill has one request")
         if self.kind is Kind.PREFILL and self.rows > self.entries:
             raise ConfigError(f"{self}: a prefill has at most as many rows as entries; write ROWSxENTRIES")
         if self.entries >= 1 << 31:
-            raise ConfigError(f"{self}: entries are counted in 32 bits")
+            raise ConfigError(f"{self}: there may be at most {(1 << 31) - 1} entries")
 
     def __str__(self) -> str:
         if self.kind is Kind.PREFILL:
@@ -161,7 +161,9 @@ class BenchSettings:
             if value < least:
                 raise ConfigError(f"--{name} must be at least {least}, got {value}")
         if self.repeats < 5:
-            raise ConfigError(f"--repeats must be at least 5, so that one disturbed run does not count; {self.repeats}")
+            raise ConfigError(
+                f"--repeats must be at least 5, so that one disturbed run does not count; got {self.repeats}"
+            )
         if not self.shapes or not self.dtypes or not self.ops:
             raise ConfigError("there is nothing to measure: name at least one shape, dtype and op")
         for dtype in self.dtypes:

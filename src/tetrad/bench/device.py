@@ -34,7 +34,7 @@ def resolve_device(name: str | None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = device.index if device.index is not None else 0
     if index >= count:
-        raise ConfigError(f"--device {name}: torch sees {count} GPUs here; leave --device out or write --device cpu")
+        raise ConfigError(f"--device {name}: torch sees {count} GPUs here; leave out --device or write --device cpu")
     return torch.device("cuda", index)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from typing import Any
 
 from tetrad.bench.costs import cost_of, floor_of
@@ -14,14 +15,15 @@ _METHODS = {
     "host": "the host's clock around calls",
 }
 _HEAD = (
-    f"{'op':6} {'index':6} {'by':24} {'us':>10} {'TB/s':>8} {'TFLOP/s':>8} {'floor us':>9} {'bound':7} "
-    f"{'% of floor':>10} {'ratio':>7}  note"
+    f"{'op':5} {'index':5} {'by':16} {'us':>10} {'TB/s':>8} {'TFLOP/s':>9} {'floor us':>9} {'bound':6} "
+    f"{'%':>5} {'ratio':>6}  note"
 )
+_WIDTH = 100
 
 
 def table(result: BenchResult) -> str:
     """The table: what it was measured with and on, then a block for each shape."""
-    lines = [*_header(result), ""]
+    lines = [*(part for line in _header(result) for part in _wrapped(line)), ""]
     shape = None
     for each in result.results:
         if each.status is Status.REFUSED:
@@ -30,7 +32,13 @@ def table(result: BenchResult) -> str:
             shape = each.case.shape
             lines += [str(shape), _HEAD]
         lines.append(_line(each, result))
-    return "\n".join([*lines, *_refusals(result)])
+    return "\n".join([*lines, *(part for line in _refusals(result) for part in _wrapped(line))])
+
+
+def _wrapped(line: str) -> list[str]:
+    """A sentence of the header in lines that a terminal holds; what follows the first is indented further."""
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _header(result: BenchResult) -> list[str]:
@@ -49,7 +57,7 @@ def _header(result: BenchResult) -> list[str]:
         lines += [f"measured: {rate.per_second / 1e12:.4g} TFLOP/s ({rate.what})" for rate in rates]
     lines.append(
         "floor: the larger of bytes that must move, each once, over the read rate and operations over the matrix rate "
-        "(fp4 and fp8: FP8's; top-k and plan: bytes only)"
+        "(fp4 and fp8: FP8's; top-k and plan: bytes only); %: of the floor"
     )
     timings = [each.timing.method for each in result.results if each.timing is not None]
     lines += [f"timed by {_METHODS[method]}" for method in dict.fromkeys(timings)]
@@ -65,14 +73,14 @@ def _header(result: BenchResult) -> list[str]:
 
 
 def _line(each: Result, result: BenchResult) -> str:
-    head = f"{each.case.op:6} {each.case.dtype or '':6} {each.label:24}"
+    head = f"{each.case.op:5} {each.case.dtype or '':5} {each.label:16}"
     if each.timing is None:
         return f"{head} {each.status.upper():>10}  {each.note}"
     notes = [each.note] if each.note else []
     if each.timing.method == "graph" and not each.cold:
         notes.append("warm cache")
     elif each.timing.method != "graph" and result.device_type != "cpu":
-        notes.append("not captured")
+        notes.append("uncaptured")
     floor = percent = bound = ""
     if result.ceilings is not None:
         least = floor_of(each.case, result.ceilings)
@@ -81,8 +89,8 @@ def _line(each: Result, result: BenchResult) -> str:
     teraflops = "" if each.teraflops is None else f"{each.teraflops:.4g}"
     ratio = result.ratio(each)
     return (
-        f"{head} {each.timing.microseconds:10.2f} {each.terabytes_per_second:8.3g} {teraflops:>8} {floor:>9} "
-        f"{bound:7} {percent:>10} {'' if ratio is None else f'{ratio:.2f}x':>7}  {', '.join(notes)}"
+        f"{head} {each.timing.microseconds:10.2f} {each.terabytes_per_second:8.3g} {teraflops:>9} {floor:>9} "
+        f"{bound:6} {percent:>5} {'' if ratio is None else f'{ratio:.2f}x':>6}  {', '.join(notes)}"
     ).rstrip()
 
 

@@ -24,7 +24,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'tetrad[plot]', or leave --png out") from error
+        raise ConfigError("a picture needs matplotlib: pip install 'tetrad[plot]', or leave out --png") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

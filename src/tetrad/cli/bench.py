@@ -14,86 +14,111 @@ from tetrad.bench.cases import BenchSettings, Kind, Op, Shape, default_shapes, p
 from tetrad.bench.device import resolve_device
 from tetrad.bench.measurement import run_bench
 from tetrad.bench.peers import contenders
-from tetrad.cli.flags import Parser
+from tetrad.cli.progress import Progress
+from tetrad.cli.streams import is_terminal
 from tetrad.errors import ConfigError
 from tetrad.geometry import IndexDtype
 
 T = TypeVar("T")
+_EXAMPLES = (
+    "tetrad bench indexer",
+    "tetrad bench indexer --decode 64x32768,8x32768x4 --dtypes fp4,fp8 --only score",
+    "tetrad bench indexer --prefill 4096x16384 --peer deep_gemm --json",
+)
 
 
 def add_command(commands: Any) -> None:
     """Add the subcommand and its own."""
-    parser = commands.add_parser("bench", help="measure speed")
-    kinds = parser.add_subparsers(dest="benchmark", metavar="KIND", required=True, parser_class=Parser)
-    indexer = kinds.add_parser("indexer", help="the indexer's ops: plan, score, top-k, against what the device can do")
-    group = indexer.add_argument_group("what")
+    text = "measure speed"
+    parser = commands.add_parser("bench", help=text, description=text)
+    kinds = parser.add_subparsers(dest="benchmark", metavar="KIND", title="what to measure")
+    text = "the indexer's ops: how fast they are, beside what the device could do"
+    indexer = kinds.add_parser("indexer", help=text, description=text, examples=_EXAMPLES)
+    group = indexer.add_argument_group("what to measure")
     group.add_argument(
-        "--decode", metavar="LIST", help="requests x entries x rows: 64x32768x1,8x32768x4; rows default to 1"
+        "--decode",
+        metavar="LIST",
+        help="decode steps, as requests x entries x rows: 64x32768x1,8x32768x4; 1 row where none is given (default: a "
+        "set for the device)",
     )
-    group.add_argument("--prefill", metavar="LIST", help="rows x entries of one request: 4096x16384")
-    group.add_argument("--dtypes", default="fp4,fp8,bf16", metavar="LIST", help="of the index cache; fp32 too")
-    group.add_argument("--only", default="plan,score,topk,total", metavar="LIST", help="ops; total is all three")
+    group.add_argument(
+        "--prefill",
+        metavar="LIST",
+        help="prefills of one request, as rows x entries: 4096x16384 (default: a set for the device)",
+    )
+    group.add_argument(
+        "--dtypes", default="fp4,fp8,bf16", metavar="LIST", help="formats of the index cache, of fp4, fp8, bf16, fp32"
+    )
+    group.add_argument(
+        "--only",
+        default="plan,score,topk,total",
+        metavar="LIST",
+        help="ops: plan divides the work, score computes the scores, topk chooses entries, total is all three",
+    )
     group.add_argument("--heads", type=int, default=64, metavar="N", help="heads of the indexer")
     group.add_argument("--head-dim", type=int, default=128, metavar="N", help="channels of a head")
-    group.add_argument("--k", type=int, default=512, metavar="N", help="entries to choose")
-    group = indexer.add_argument_group("whom")
+    group.add_argument("--k", type=int, default=512, metavar="N", help="entries to choose for each row")
+    group = indexer.add_argument_group("what to compare")
+    group.add_argument("--device", metavar="NAME", help="cuda, cuda:1 or cpu (default: a GPU where there is one)")
     group.add_argument(
         "--backend",
         action="append",
         default=[],
         metavar="LIST",
-        help="back ends of ours to compare, instead of the chosen ones: sm90,reference; + joins the names of one "
-        "contender, as in sm90+cuda. The first is what the others are compared with",
+        help="our back ends to compare: sm90,reference; sm90+cuda is one contender that takes an op from either. The "
+        "first is what the others are compared with (default: those that the engine takes)",
     )
     group.add_argument(
-        "--peer", action="append", default=[], metavar="LIST", help="deep_gemm, or any module with the same calls"
+        "--peer",
+        action="append",
+        default=[],
+        metavar="LIST",
+        help="other libraries: deep_gemm, or a module with functions like ours (default: none)",
     )
-    group.add_argument("--device", metavar="NAME", help="cuda, cuda:1 or cpu; a GPU if there is one")
-    group = indexer.add_argument_group("how")
-    group.add_argument("--repeats", type=int, default=7, metavar="N", help="measurements, of which the median counts")
+    group.add_argument(
+        "--repeats", type=int, default=7, metavar="N", help="measurements of each case; their median counts"
+    )
+    group = indexer.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    group.add_argument("--png", type=Path, metavar="FILE", help="draw a roofline")
+    group.add_argument("--png", type=Path, metavar="FILE", help="draw a roofline into this file (default: none)")
     indexer.set_defaults(run=run_indexer_command, parser=indexer)
 
 
 def run_indexer_command(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
-    """Measure and print. Exit codes as everywhere: 1 if a result was wrong or a call failed, 2 for wrong flags."""
-    try:
-        device = resolve_device(parsed.device)
-        settings = BenchSettings(
-            shapes=_shapes(parsed, device.type),
-            dtypes=_choices(parsed.dtypes, "--dtypes", IndexDtype, tuple(IndexDtype)),
-            ops=_choices(parsed.only, "--only", Op, tuple(Op)),
-            heads=parsed.heads,
-            head_dim=parsed.head_dim,
-            k=parsed.k,
-            repeats=parsed.repeats,
-        )
-        backends = [tuple(name.split("+")) for name in _names(parsed.backend)]
-        everyone = contenders(device, backends, _names(parsed.peer))
-        refused = {peer.name: [peer.refusal(case) for case in settings.cases()] for peer in everyone}
-        for name, reasons in refused.items():
-            if None not in reasons:
-                raise ConfigError(f"{name} computes none of these cases: {'; '.join(dict.fromkeys(map(str, reasons)))}")
-        if parsed.png:
-            roofline.require_matplotlib()  # known before the measurement, not after it
-            if not parsed.png.absolute().parent.is_dir():
-                raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
-    except ConfigError as error:
-        print(f"tetrad: error: {error}", file=sys.stderr)
-        return 2
-    result = run_bench(settings, device, everyone, progress=sys.stderr.isatty())
+    """Measure and print; 1 if a result was wrong or a call failed."""
+    device = resolve_device(parsed.device)
+    settings = BenchSettings(
+        shapes=_shapes(parsed, device.type),
+        dtypes=_choices(parsed.dtypes, "--dtypes", IndexDtype, tuple(IndexDtype)),
+        ops=_choices(parsed.only, "--only", Op, tuple(Op)),
+        heads=parsed.heads,
+        head_dim=parsed.head_dim,
+        k=parsed.k,
+        repeats=parsed.repeats,
+    )
+    backends = [tuple(name.split("+")) for name in _names(parsed.backend)]
+    everyone = contenders(device, backends, _names(parsed.peer))
+    refused = {peer.name: [peer.refusal(case) for case in settings.cases()] for peer in everyone}
+    for name, reasons in refused.items():
+        if None not in reasons:
+            raise ConfigError(f"{name} computes none of these cases: {'; '.join(dict.fromkeys(map(str, reasons)))}")
+    if parsed.png:
+        roofline.require_matplotlib()  # known before the measurement, not after it
+        if not parsed.png.absolute().parent.is_dir():
+            raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
+    with Progress(lambda: "measuring", rewrite=False):
+        result = run_bench(settings, device, everyone, progress=is_terminal(sys.stderr))
     print(json.dumps(report.to_dict(result), indent=2) if parsed.json else report.table(result))
     if parsed.png:
         roofline.picture(result, parsed.png)
         print(f"wrote {parsed.png}", file=sys.stderr)
     if result.interrupted:
-        print(f"tetrad: interrupted after {len(result.results)} results; these are what there is", file=sys.stderr)
+        print(f"tetrad: interrupted after {len(result.results)} results, which are printed", file=sys.stderr)
         return 130
     if result.died:
         print(
             f"tetrad: the device failed after {len(result.results)} results ({result.died}); the last case of the "
-            "table killed it, run it alone under compute-sanitizer",
+            "table made it fail; run that case alone under compute-sanitizer",
             file=sys.stderr,
         )
     return 0 if result.clean else 1

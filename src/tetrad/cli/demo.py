@@ -13,30 +13,46 @@ import torch
 from torch import Tensor
 
 from tetrad import bundled
-from tetrad.cache.spec import CacheSpec, format_bytes
+from tetrad.cache.groups import Lifetime, format_bytes
+from tetrad.cli.flags import refuse_engine_flags
+from tetrad.cli.progress import Progress
+from tetrad.cli.streams import say
 from tetrad.config.args import EngineArgs
-from tetrad.config.engine_config import parse_tokens
-from tetrad.errors import RequestError
+from tetrad.config.engine_config import EngineConfig, parse_tokens
+from tetrad.errors import ConfigError
 from tetrad.eval.documents import STOP, Document, Question, make_document
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.outputs import RequestOutput
 from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.frontend.selection_recorder import SelectionRecorder
-from tetrad.geometry import CSA_RATIO, IndexDtype, IndexLayout
+from tetrad.frontend.token_meter import TokenMeter
+from tetrad.geometry import CSA_RATIO, IndexDtype
+from tetrad.models.config import ModelConfig
 
+_ROOM = 512
+"""Tokens for a question and its answer."""
 _SPANS = 6
 _FACT_BYTES = 28
 """About the length of a fact's sentence."""
+_EXAMPLES = ("tetrad demo", "tetrad demo --tokens 32K --seed 7", "tetrad demo --index-cache-dtype bf16")
 
 
 def add_command(commands: Any) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser("demo", help="the bundled model reads a long document and answers questions about it")
-    parser.add_argument("--tokens", default="8K", metavar="TOKENS", help="length of the document (default 8K)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="another document (default 1)")
-    parser.add_argument("--question", metavar="TEXT", help='ask this instead: "What is the code of NAME?"')
-    parser.add_argument("--index-cache-dtype", default="fp4", choices=[d.value for d in IndexDtype], help="index cache")
-    parser.add_argument("--device", default="cpu", help="cpu (default), auto, cuda or cuda:N")
+    text = "the bundled model reads a long document and answers questions about it"
+    parser = commands.add_parser("demo", help=text, description=text, examples=_EXAMPLES)
+    parser.add_argument("--tokens", default="8K", metavar="TOKENS", help="length of the document; 8K is 8192")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="another number makes another document")
+    parser.add_argument(
+        "--question",
+        metavar="TEXT",
+        help='ask this: "What is the code of NAME?" (default: four questions about the document)',
+    )
+    parser.add_argument(
+        "--index-cache-dtype", default="fp4", choices=[d.value for d in IndexDtype], help="format of the index cache"
+    )
+    parser.add_argument("--device", default="cpu", help="auto (cuda where there is one), cpu, cuda or cuda:N")
+    refuse_engine_flags(parser, "its model and settings are fixed; tetrad generate bundled takes it")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -52,8 +68,9 @@ class Asked:
 def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     """Read, ask, show, and prove; 1 if the proof fails."""
     tokens = parse_tokens(parsed.tokens, "--tokens")
-    if tokens < 1024:
-        raise RequestError(f"--tokens {tokens} is too short for a document with questions; give at least 1K")
+    longest = ModelConfig.from_pretrained(bundled.resolve(bundled.NAME)).max_position_embeddings - _ROOM
+    if not 1024 <= tokens <= longest:
+        raise ConfigError(f"--tokens {parsed.tokens} is not possible; give at least 1K and at most {longest}")
     document = make_document(parsed.seed, tokens, questions=4)
     if parsed.question:
         own = Question(f"Q: {parsed.question.strip()}\nA:", "", "yours", -1, ())
@@ -64,21 +81,25 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
             device=parsed.device,
             dtype="float32",
             index_cache_dtype=parsed.index_cache_dtype,
-            max_model_len=tokens + 512,
+            max_model_len=tokens + _ROOM,
             max_num_seqs=8,
         )
     )
-    print(f"a document of {tokens} tokens (bytes), which begins:\n  {document.text[:150]}...\n")
+    # at once, also into a pipe: the rest takes a while
+    print(f"a document of {tokens} tokens (bytes), which begins:\n  {document.text[:150]}...\n", flush=True)
     start = time.monotonic()
-    asked, logits = _ask(engine, document)
+    meter = TokenMeter(engine)
+    with Progress(lambda: f"reading and answering: {meter.tokens:,} tokens, the document has {tokens:,}"):
+        asked, logits = _ask(engine, document)
     seconds = time.monotonic() - start
     for item in asked:
         _show_answer(document, item)
     written = sum(len(item.output.outputs[0].token_ids) for item in asked)
     read = tokens + sum(len(item.question.prompt) for item in asked)
     print(f"{read} tokens read and {written} written in {seconds:.1f} s: {(read + written) / seconds:.0f} tokens/s")
-    _show_caches(engine.config.cache_spec, tokens)
-    return _prove(engine, asked[0], logits)
+    _show_caches(engine.config, tokens)
+    sys.stdout.flush()
+    return _prove(engine, meter, asked[0], logits)
 
 
 def _ask(engine: LLMEngine, document: Document) -> tuple[list[Asked], Tensor]:
@@ -147,23 +168,22 @@ def _spans(entries: list[int]) -> list[tuple[int, int]]:
     return [(entries[a], entries[b - 1]) for a, b in pairwise([0, *breaks, len(entries)])]
 
 
-def _show_caches(spec: CacheSpec, tokens: int) -> None:
+def _show_caches(config: EngineConfig, tokens: int) -> None:
     """Bytes of every cache for this document."""
-    entries = tokens // CSA_RATIO
     print(f"\nbytes of the caches for {tokens} tokens")
     for dtype in (IndexDtype.FP4, IndexDtype.FP8, IndexDtype.BF16):
-        layout = IndexLayout(dtype, spec.index_head_dim)
-        row = layout.data_row_bytes + layout.scale_row_bytes
-        mark = "  <- this run" if dtype is spec.index_dtype else ""
-        print(f"  index keys in {dtype:5} {row:4} B each {format_bytes(row * spec.csa_layers * entries):>10}{mark}")
-    per_token = spec.bytes_per_token
-    for name, what in (("csa", "CSA entries"), ("hca", "HCA entries")):
-        print(f"  {what} in {spec.kv_dtype:10} {format_bytes(per_token[name] * tokens):>18}")
-    fixed = format_bytes(spec.window_block_bytes + spec.state_bytes)
-    print(f"  window and compressor states, whatever the length  {fixed}")
+        groups = config.cache_groups_with(dtype)
+        size, row = groups.bytes_per_token["index"] * tokens, groups.bytes_per_entry["index"]
+        mark = "  <- this run" if dtype == config.index_cache_dtype.dtype else ""
+        print(f"  index keys in {dtype:5} {row:4} B each {format_bytes(size):>10}{mark}")
+    groups = config.cache_groups
+    for name, what in (("csa", "compressed sparse attention (CSA)"), ("hca", "heavily compressed attention (HCA)")):
+        print(f"  {what} in {config.kv_cache_dtype:5}{format_bytes(groups.bytes_per_token[name] * tokens):>12}")
+    rings = groups.request_bytes(Lifetime.WINDOW) + groups.request_bytes(Lifetime.COMPRESSOR)
+    print(f"  rings of window and compressors, whatever the length  {format_bytes(rings)}")
 
 
-def _prove(engine: LLMEngine, item: Asked, decoded: Tensor) -> int:
+def _prove(engine: LLMEngine, meter: TokenMeter, item: Asked, decoded: Tensor) -> int:
     """Compute the last token of the first answer again, from nothing, as one prefill; the logits must be equal."""
     result = item.output
     ids = result.prompt_token_ids + result.outputs[0].token_ids[:-1]
@@ -176,11 +196,13 @@ def _prove(engine: LLMEngine, item: Asked, decoded: Tensor) -> int:
 
     handle = engine.runner.model.register_forward_hook(keep)
     engine.add_request(ids, SamplingParams(max_tokens=1, temperature=0.0))
-    while engine.has_unfinished_requests:
-        engine.step()
+    before = meter.tokens
+    with Progress(lambda: f"computing it again: {meter.tokens - before:,} of {len(ids):,} tokens"):
+        while engine.has_unfinished_requests:
+            engine.step()
     handle.remove()
     if torch.equal(again, decoded):
         print(f"\nthe last decode step again, as one prefill of {len(ids)} tokens: logits equal bit by bit")
         return 0
-    print(f"\nthe last decode step again, as one prefill of {len(ids)} tokens: logits DIFFER", file=sys.stderr)
+    say(f"\nthe last decode step again, as one prefill of {len(ids)} tokens: logits DIFFER")
     return 1

@@ -1,67 +1,21 @@
-"""Command-line flags: made from the option records, in kebab or snake case, with a suggestion for a mistyped one."""
+"""The engine's flags, made one by one from the fields of ``EngineArgs``, and the values that flags take."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
-import itertools
 import json
 import types
 import typing
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
+from tetrad.cli.parser import Parser, described
 from tetrad.config.args import EngineArgs
+from tetrad.errors import ConfigError, RequestError
 
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that takes ``--snake_case`` for every ``--kebab-case`` flag and suggests the nearest."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **options)
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse does it, but an unknown flag is an error that names the nearest known one."""
-        args = [_kebab(arg) for arg in args or ()]
-        if self._commands():
-            for arg in itertools.takewhile(lambda arg: arg.startswith("-"), args):
-                # argparse would take the value of a misplaced flag for the command
-                if arg not in self._option_string_actions:
-                    self.unknown(arg.split("=", 1)[0])
-        parsed, rest = super().parse_known_args(args, namespace)
-        for arg in rest:
-            if arg.startswith("-") and len(arg) > 1:
-                self.unknown(arg.split("=", 1)[0])
-        return parsed, rest
-
-    def unknown(self, flag: str) -> NoReturn:
-        """Refuse a flag."""
-        for name, command in self._commands().items():
-            if flag in command._option_string_actions:
-                self.error(f"{flag} belongs behind the command, as in {self.prog} {name} {flag}")
-        known = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
-        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else "; --help lists the flags"
-        self.error(f"unknown flag {flag}{hint}")
-
-    def _commands(self) -> dict[str, argparse.ArgumentParser]:
-        """The parsers of the subcommands by name; none in a subcommand's own parser."""
-        actions = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        return next((dict(action.choices) for action in actions), {})
-
-
-class _Formatter(argparse.HelpFormatter):
-    def __init__(self, prog: str, **options: Any) -> None:
-        options.setdefault("max_help_position", 32)
-        super().__init__(prog, **options)
-
-
-def _kebab(arg: str) -> str:
-    if not arg.startswith("--") or arg == "--":
-        return arg
-    name, equals, value = arg.partition("=")
-    return name.replace("_", "-") + equals + value
+__all__ = ["Parser", "add_engine_flags", "engine_args", "flag_values", "json_object", "refuse_engine_flags"]
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -75,6 +29,88 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+@contextmanager
+def flag_values() -> Iterator[None]:
+    """What a request may not ask for is a wrong flag where it comes from the command line: exit code 2, not 1.
+
+    Raises:
+        ConfigError: in place of a RequestError.
+    """
+    try:
+        yield
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+
+
+def add_engine_flags(
+    parser: Parser, *, model: str | None = None, without: Mapping[str, str] = types.MappingProxyType({})
+) -> None:
+    """One flag per field of ``EngineArgs``, and the model as first argument.
+
+    Args:
+        model: the model where none is named; without one the user must name it.
+        without: fields that this command sets itself or has no use for, and why: their flags are refused with it.
+    """
+    parser.set_defaults(fallback_model=model)
+    text = "folder of the checkpoint, or bundled for the small model of this package"
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=described(text, model))
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(EngineArgs):
+        names = _names(field)
+        if field.name in without:
+            parser.refuse(*names, why=without[field.name])
+            continue
+        title = field.metadata.get("group", "model")
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add_engine_flag(groups[title], field, names)
+
+
+def refuse_engine_flags(parser: Parser, why: str) -> None:
+    """Refuse, with a reason, every flag of the engine that a command does not have."""
+    for field in dataclasses.fields(EngineArgs):
+        missing = [name for name in _names(field) if name not in parser.flags]
+        parser.refuse(*missing, why=why)
+
+
+def _names(field: dataclasses.Field[Any]) -> list[str]:
+    """Every spelling of a field's flag, the first the one to recommend."""
+    kebab = field.name.replace("_", "-")
+    names = [f"--{kebab}", *field.metadata.get("aliases", ())]
+    if field.default is True:
+        names.append(f"--no-{kebab}")
+    if alias := field.metadata.get("const_alias"):
+        names.append(alias)
+    return names
+
+
+def _add_engine_flag(group: Any, field: dataclasses.Field[Any], names: list[str]) -> None:
+    details, hint = field.metadata, typing.get_type_hints(EngineArgs)[field.name]
+    # unset flags stay absent, so that EngineArgs alone holds the defaults
+    common: dict[str, Any] = {
+        "help": described(details["help"], field.default),
+        "dest": field.name,
+        "default": argparse.SUPPRESS,
+    }
+    if hint is bool:
+        action = argparse.BooleanOptionalAction if field.default else "store_true"
+        group.add_argument(names[0], action=action, **common)
+        return
+    alias = details.get("const_alias")
+    group.add_argument(
+        *(name for name in names if name != alias),
+        type=_value_type(hint),
+        choices=details.get("choices"),
+        metavar=details.get("metavar"),
+        **common,
+    )
+    if alias:
+        const, text = details["choices"][-1], f"the same as {names[0]} {details['choices'][-1]}"
+        group.add_argument(
+            alias, action="store_const", const=const, dest=field.name, default=argparse.SUPPRESS, help=text
+        )
+
+
 def _value_type(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(hint) if member is not type(None)]
@@ -83,35 +119,6 @@ def _value_type(hint: Any) -> Any:
     if typing.get_origin(hint) is dict:
         return json_object
     return hint
-
-
-def add_engine_flags(parser: argparse.ArgumentParser, *, model: str | None = None) -> None:
-    """One flag per field of ``EngineArgs``, and the model as first argument; ``model`` where none is named."""
-    parser.set_defaults(fallback_model=model)
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="folder of the checkpoint, or bundled")
-    group = parser.add_argument_group("engine")
-    hints = typing.get_type_hints(EngineArgs)
-    for field in dataclasses.fields(EngineArgs):
-        details = field.metadata
-        flag = "--" + field.name.replace("_", "-")
-        # unset flags stay absent, so that EngineArgs alone holds the defaults
-        common: dict[str, Any] = {"help": details["help"], "dest": field.name, "default": argparse.SUPPRESS}
-        if hints[field.name] is bool:
-            if field.default:
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-            else:
-                group.add_argument(flag, action="store_true", **common)
-            continue
-        group.add_argument(
-            flag,
-            *details.get("aliases", ()),
-            type=_value_type(hints[field.name]),
-            choices=details.get("choices"),
-            metavar=details.get("metavar"),
-            **common,
-        )
-        if alias := details.get("const_alias"):
-            group.add_argument(alias, action="store_const", const="dummy", dest=field.name, default=argparse.SUPPRESS)
 
 
 def engine_args(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> EngineArgs:

@@ -3,124 +3,180 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import dataclasses
 import json
 import os
 import sys
-import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from tqdm import tqdm
-
-from tetrad.cli.flags import add_engine_flags, engine_args, json_object
-from tetrad.errors import ConfigError, RequestError
+from tetrad import __version__
+from tetrad.cli.batch import Work, serve, stream
+from tetrad.cli.flags import add_engine_flags, engine_args, flag_values
+from tetrad.cli.progress import Progress
+from tetrad.cli.prompts import Item, items_of_lines, text_of
+from tetrad.cli.results import Text, opened, write_json
+from tetrad.cli.sampling_flags import add_sampling_flags
+from tetrad.cli.streams import is_terminal, name_of, read_bytes, require_output, say
+from tetrad.config.args import EngineArgs
 from tetrad.frontend.generation_config import GenerationConfig
 from tetrad.frontend.llm_engine import LLMEngine
-from tetrad.frontend.outputs import RequestOutput
 from tetrad.frontend.sampling_params import SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _INTEGERS = ("n", "max_tokens", "min_tokens", "logprobs")
+_LONGEST_REASON = 400
+"""Characters of an error that the terminal shows; the results hold all of it."""
+_NO_EFFECT = frozenset(
+    {
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "enable_chunked_prefill",
+        "kv_cache_memory_gb",
+        "gpu_memory_utilization",
+        "num_gpu_blocks_override",
+        "indexer_logits_budget_mb",
+        "cpu_threads",
+    }
+)
+"""Options of the engine that change no token, so that a run may go on with others."""
+
+_EXAMPLES = (
+    'tetrad generate bundled --prompt "The code of rociwo is 6634. Q:" --temperature 0 --max-tokens 5',
+    "tetrad generate MODEL --prompt-file letter.txt --index-cache-dtype fp4 --json",
+    "tetrad generate MODEL --input-jsonl prompts.jsonl --output results.jsonl --max-tokens 256",
+)
 
 
 def add_command(commands: Any) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser("generate", help="continue one prompt, or a file of them")
+    text = "continue one prompt, or a file of them"
+    parser = commands.add_parser("generate", help=text, description=text, examples=_EXAMPLES)
     add_engine_flags(parser)
     source = parser.add_argument_group("prompts (standard input where none is given)")
-    source.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
-    source.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds one prompt; - is stdin")
+    source.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a prompt; may be repeated (default: standard input)",
+    )
+    source.add_argument(
+        "--prompt-file", type=Path, metavar="FILE", help="a file that holds one prompt; - is standard input"
+    )
     source.add_argument("--prompt-token-ids", metavar="IDS", help="a prompt as token ids: 5,17,3")
     source.add_argument(
         "--input-jsonl",
         type=Path,
         metavar="FILE",
-        help='a prompt per line: {"prompt": TEXT or [IDS]}, with sampling parameters of its own beside it; - is stdin',
+        help='a prompt per line: {"prompt": TEXT or [IDS]} or {"prompt_token_ids": [IDS]}, with a request_id and '
+        "sampling parameters of its own beside it; or a line of an OpenAI batch for /v1/completions, whose model is "
+        "not looked at; - is stdin",
     )
-    source.add_argument("--output", type=Path, metavar="FILE", help="write the results here instead of to stdout")
-    source.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
-    source.add_argument("--verbose", action="store_true", help="log what the engine decides")
+    results = parser.add_argument_group("results")
+    results.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the results here instead of to stdout, in the order of the prompts. Each is in FILE.partial as "
+        "soon as it is done; FILE appears at the end. The same command again does what is missing in FILE.partial",
+    )
+    results.add_argument("--restart", action="store_true", help="throw away what is in FILE.partial and do all again")
+    results.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
+    results.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="print the text of a single prompt as it comes; the default on a terminal",
+    )
+    results.add_argument("--verbose", action="store_true", help="log what the engine decides")
     sampling = parser.add_argument_group("sampling")
-    for name in _INTEGERS:
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=int, default=argparse.SUPPRESS, metavar="N")
-    for name in _SAMPLING:
-        kind = int if name == "top_k" else float
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, metavar="X")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    sampling.add_argument("--stop-token-ids", metavar="IDS", help="end with one of these tokens: 5,17")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
-    sampling.add_argument("--logit-bias", type=json_object, metavar="JSON", help='token id to bias: {"17": -100}')
+    add_sampling_flags(sampling)
     parser.set_defaults(run=run, parser=parser)
-
-
-@dataclass
-class Item:
-    """One prompt of the input: what to run, or why it cannot be."""
-
-    name: str
-    prompt: Any = None  # whatever the line holds; the engine checks it
-    params: SamplingParams | None = None
-    error: str | None = None
-    output: RequestOutput | None = None
 
 
 def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     """Continue the prompts; 1 if any of them could not be."""
+    if parsed.output is not None and str(parsed.output) == "-":
+        parsed.output = None
+    if parsed.output is None:
+        require_output()
+        if parsed.restart:
+            parser.error("--restart throws away what is kept beside --output; give --output too")
     args = engine_args(parser, parsed)
-    defaults = _sampling(parsed)
-    items = list(_items(parser, parsed, defaults))
+    items = list(_items(parser, parsed, _sampling(parsed), args.seed))
     if not items:
-        raise RequestError("there is no prompt; give --prompt, --prompt-file, --input-jsonl, or text on standard input")
-    with _destination(parsed.output) as out:
-        engine = LLMEngine(args, progress=sys.stderr.isatty())
-        _describe(engine)
-        start = time.monotonic()
-        _serve(engine, items)
-        seconds = time.monotonic() - start
-        as_json = parsed.json or parsed.input_jsonl is not None
-        for item in items:
-            _print(out, item, as_json=as_json, several=len(items) > 1, has_text=engine.tokenizer is not None)
-    done = [item.output for item in items if item.output is not None]
-    read = sum(len(output.prompt_token_ids) for output in done)
-    written = sum(len(choice.token_ids) for output in done for choice in output.outputs)
-    print(f"{read} tokens read, {written} written in {seconds:.2f} s", file=sys.stderr)
-    return int(any(item.error for item in items))
+        parser.error("there is no prompt; give --prompt, --prompt-file, --input-jsonl, or text on standard input")
+    as_json = parsed.json or parsed.input_jsonl is not None
+    if _may_stream(parser, parsed, items, as_json=as_json):
+        work = Work(_build(args), 1)
+        stream(work, items[0], sys.stdout)
+    else:
+        render = write_json if as_json else Text(several=len(items) > 1)
+        settings = _settings(args)
+        with opened(parsed.output, [item.key(settings) for item in items], render, restart=parsed.restart) as results:
+            engine = _build(args)
+            if isinstance(render, Text):
+                render.has_text = engine.tokenizer is not None
+            work = Work(engine, sum(not results.has(place) for place in range(len(items))))
+            serve(work, items, results)
+    _report(items, as_json=as_json)
+    say(work.summary())
+    return int(any(item.error is not None for item in items))
 
 
-def _serve(engine: LLMEngine, items: list[Item]) -> None:
-    """All prompts at once; one that is refused is noted, the others go on."""
-    running: dict[str, Item] = {}
-    for item in items:
-        if item.error is None:
-            try:
-                running[engine.add_request(item.prompt, item.params)] = item
-            except RequestError as error:
-                item.error = str(error)
-    with tqdm(total=len(running), desc="prompts", unit="prompt", disable=not sys.stderr.isatty()) as bar:
-        while engine.has_unfinished_requests:
-            for output in engine.step(finished_only=True):
-                running[output.request_id].output = output
-                running[output.request_id].error = output.error
-                bar.update()
-
-
-def _describe(engine: LLMEngine) -> None:
-    """The resolved configuration, once, on stderr."""
+def _build(args: EngineArgs) -> LLMEngine:
+    """The engine, and its resolved configuration once on stderr."""
+    with Progress(lambda: f"loading {args.model}", rewrite=False):
+        engine = LLMEngine(args, progress=is_terminal(sys.stderr))
     config = engine.config
-    print(
+    say(
         f"{config.model_path}: {config.dtype} on {config.device}, KV cache {config.kv_cache_dtype}, index cache "
         f"{config.index_cache_dtype.dtype} ({config.index_cache_dtype.reason}), up to {config.max_model_len} tokens, "
-        f"{engine.runner.sizes.blocks} blocks",
-        file=sys.stderr,
+        f"{engine.runner.sizes.blocks} blocks"
     )
+    return engine
 
 
+def _settings(args: EngineArgs) -> str:
+    """What results depend on besides their prompts, as text."""
+    options = {name: value for name, value in dataclasses.asdict(args).items() if name not in _NO_EFFECT}
+    if Path(args.model).exists():
+        options["model"] = os.path.realpath(args.model)
+    return json.dumps([__version__, options], sort_keys=True, default=str)
+
+
+def _may_stream(
+    parser: argparse.ArgumentParser, parsed: argparse.Namespace, items: list[Item], *, as_json: bool
+) -> bool:
+    hindrances = {
+        "several prompts": len(items) > 1,
+        "--n": items[0].params.n > 1,
+        "JSON": as_json,
+        "--output": parsed.output is not None,
+    }
+    found = [name for name, there in hindrances.items() if there]
+    if parsed.stream and found:
+        parser.error(f"--stream prints the text of one prompt as it comes; it does not go with {', '.join(found)}")
+    return not found and (is_terminal(sys.stdout) if parsed.stream is None else parsed.stream)
+
+
+def _report(items: list[Item], *, as_json: bool) -> None:
+    """Failures, on stderr: how many and the first where all are in the results, else each."""
+    failed = [item for item in items if item.error is not None]
+    if not as_json:
+        for item in failed:
+            say(f"tetrad: error: prompt {item.name}: {item.error}")
+    elif failed:
+        reason = failed[0].error or ""
+        if len(reason) > _LONGEST_REASON:
+            reason = reason[:_LONGEST_REASON] + "..."
+        first = "; the first" if len(failed) > 1 else ""
+        say(f"tetrad: error: {len(failed)} of {len(items)} prompts failed{first}: {reason}")
+
+
+@flag_values()
 def _sampling(parsed: argparse.Namespace) -> SamplingParams:
     given: dict[str, Any] = {name: getattr(parsed, name) for name in (*_SAMPLING, *_INTEGERS) if hasattr(parsed, name)}
     optional = {
@@ -142,103 +198,23 @@ def _ids(text: str | None, flag: str) -> list[int] | None:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError as error:
-        raise RequestError(f"{flag} {text!r} is not a list of token ids; write 5,17,3") from error
+        raise ConfigError(f"{flag} {text!r} is not a list of token ids; write 5,17,3") from error
 
 
-def _items(parser: argparse.ArgumentParser, parsed: argparse.Namespace, defaults: SamplingParams) -> Iterator[Item]:
+def _items(
+    parser: argparse.ArgumentParser, parsed: argparse.Namespace, defaults: SamplingParams, seed: int | None
+) -> Iterator[Item]:
     ways = (parsed.prompt or None, parsed.prompt_file, parsed.prompt_token_ids, parsed.input_jsonl)
     if sum(way is not None for way in ways) > 1:
         parser.error("give only one of --prompt, --prompt-file, --prompt-token-ids and --input-jsonl")
     if parsed.input_jsonl:
-        yield from _lines(_read(parsed.input_jsonl), defaults)
+        yield from items_of_lines(read_bytes(parsed.input_jsonl), defaults, seed)
     elif parsed.prompt_token_ids is not None:
         yield Item("0", _ids(parsed.prompt_token_ids, "--prompt-token-ids"), defaults)
     elif parsed.prompt:
         for number, prompt in enumerate(parsed.prompt):
             yield Item(str(number), prompt, defaults)
     else:
-        text = _read(parsed.prompt_file or Path("-"))
-        if text:
+        path = parsed.prompt_file or Path("-")
+        if text := text_of(read_bytes(path), name_of(path)):
             yield Item("0", text, defaults)
-
-
-def _read(path: Path) -> str:
-    try:
-        if str(path) != "-":
-            return path.read_text(encoding="utf-8")
-        if sys.stdin.isatty():
-            print("reading from the terminal; Ctrl-D ends it", file=sys.stderr)
-        return sys.stdin.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read {path}: {error}") from error
-
-
-def _lines(text: str, defaults: SamplingParams) -> Iterator[Item]:
-    known = {field.name for field in dataclasses.fields(SamplingParams)}
-    # not splitlines: it also breaks at characters that may stand in a JSON string, such as U+2028
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        item = Item(f"line {number}")
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or "prompt" not in record:
-                raise RequestError('a line is a JSON object with a "prompt"')
-            name = record.pop("request_id", None)
-            item.name = item.name if name is None else str(name)
-            item.prompt = record.pop("prompt")
-            unknown = sorted(set(record) - known)
-            if unknown:
-                raise RequestError(f"unknown keys {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-            item.params = dataclasses.replace(defaults, **record)
-        except RequestError as error:
-            item.error = f"line {number}: {error}"
-        except (ValueError, RecursionError) as error:  # not only JSONDecodeError: numbers may be too long, too
-            item.error = f"line {number}: not JSON ({error})"
-        yield item
-
-
-@contextmanager
-def _destination(path: Path | None) -> Iterator[TextIO]:
-    """Standard output, or a file that appears only once it is whole."""
-    if path is None or str(path) == "-":
-        yield sys.stdout
-        return
-    in_place = path.exists() and not path.is_file()  # a pipe or a device cannot be replaced
-    target = Path(os.path.realpath(path))
-    unfinished = path if in_place else target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        out = unfinished.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; give --output another file") from error
-    try:
-        with out:
-            yield out
-        if not in_place:
-            unfinished.replace(target)
-    except BaseException:
-        if not in_place:
-            unfinished.unlink(missing_ok=True)
-        raise
-
-
-def _print(out: TextIO, item: Item, *, as_json: bool, several: bool, has_text: bool) -> None:
-    if as_json:
-        output = item.output or RequestOutput(item.name, None, [], [], finished=True)
-        record = output.to_dict() | {"request_id": item.name, "error": item.error}
-        _print_line(out, json.dumps(record, ensure_ascii=codecs.lookup(out.encoding or "utf-8").name != "utf-8"))
-        return
-    if item.error is not None:
-        print(f"tetrad: error: prompt {item.name}: {item.error}", file=sys.stderr)
-    if item.output is None:
-        return
-    for choice in item.output.outputs:
-        if several or len(item.output.outputs) > 1:
-            _print_line(out, f"--- prompt {item.name}, choice {choice.index} ({choice.finish_reason})")
-        _print_line(out, choice.text if has_text else " ".join(map(str, choice.token_ids)))
-
-
-def _print_line(out: TextIO, text: str) -> None:
-    """Characters that the output's encoding lacks are written as escapes."""
-    encoding = out.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=out)

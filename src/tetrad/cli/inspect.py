@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
@@ -12,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from tetrad import bundled
-from tetrad.cache.spec import CacheSpec, format_bytes
+from tetrad.cache.groups import format_bytes
 from tetrad.cli.flags import add_engine_flags, engine_args
 from tetrad.config import memory
 from tetrad.config.engine_config import EngineConfig
@@ -28,24 +27,31 @@ from tetrad.ops.backends import BACKENDS, Problem, choose_backend
 _WIDTH = 100
 _INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "  "}
 _KINDS = {
-    LayerKind.SWA: "window only",
-    LayerKind.CSA: "window + chosen 4:1 entries",
-    LayerKind.HCA: "window + all heavily compressed entries",
+    LayerKind.SWA: "sliding-window attention: only the latest tokens",
+    LayerKind.CSA: "compressed sparse attention: the window, and chosen entries of 4 tokens each",
+    LayerKind.HCA: "heavily compressed attention: the window, and all entries of many tokens each",
 }
+
+_EXAMPLES = (
+    "tetrad inspect bundled",
+    "tetrad inspect MODEL --device cpu --index-cache-dtype fp8",
+    "tetrad inspect MODEL --max-model-len 128K --max-num-seqs 8 --json",
+)
 
 
 def add_command(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "inspect",
-        help="layers, parameters, memory and back ends of a model (reads only config.json); what its indexer chooses",
+        help="show layers, parameters, memory and back ends of a model (reads only config.json)",
         description="Describe a model by its config.json alone: layers, parameters, bytes of weights and caches, how "
         "many tokens and sequences fit, and which back end each op gets. The names deepseek-v4-flash and "
         "deepseek-v4-pro are the released models' configurations, which are in this package. With --selection, "
         "continue a prompt and print which entries each CSA layer (compressed sparse attention) chose.",
+        examples=_EXAMPLES,
     )
     add_engine_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     group = parser.add_argument_group(
         "selection",
         'Print JSON: {"index_topk", "tokens_per_entry", "prompt_token_ids", "text", "steps": [{"position", "token_id", '
@@ -55,9 +61,7 @@ def add_command(commands: Any) -> None:
     source = group.add_mutually_exclusive_group()
     source.add_argument("--selection", metavar="TEXT", help="the prompt")
     source.add_argument("--selection-token-ids", type=_token_ids, metavar="IDS", help="the prompt as ids: 5,17,3")
-    group.add_argument(
-        "--selection-tokens", type=int, metavar="N", help="tokens to draw, the likeliest each time; default 1"
-    )
+    group.add_argument("--selection-tokens", type=int, metavar="N", help="tokens to draw, the likeliest (default: 1)")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -107,11 +111,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "index_cache_dtype": config.index_cache_dtype.dtype,
         "index_cache_dtype_reason": config.index_cache_dtype.reason,
         "config_hash": config.compute_hash(),
-        "caches": {dtype.value: _caches(config.cache_spec, dtype) for dtype in IndexDtype},
-        "per_sequence": {
-            "compressor_state_bytes": config.cache_spec.state_bytes,
-            "window_block_bytes": config.cache_spec.window_block_bytes,
-        },
+        "caches": {dtype.value: _caches(config, dtype) for dtype in IndexDtype},
         "memory": _memory(config, weights["held_bytes"]),
         "back_ends": {op: _backend(op, config) for op in BACKENDS},
     }
@@ -152,10 +152,11 @@ def _memory(config: EngineConfig, weights_held: int) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "cache_bytes_available": memory.cache_memory(config, weights_held),
-        "window_bytes": demand.window_blocks * demand.window_block_bytes,
-        "state_bytes": demand.states * demand.state_bytes,
+        "window_bytes": demand.requests * demand.window_bytes,
+        "step_bytes": demand.step_bytes,
+        "compressor_ring_bytes": demand.requests * demand.ring_bytes,
         "block_bytes": demand.block_bytes,
-        "blocks_per_sequence": demand.blocks_per_sequence,
+        "blocks_per_sequence": demand.blocks_per_request,
         "one_sequence_bytes": demand.total_bytes(1),
         "all_sequences_bytes": demand.total_bytes(config.max_num_seqs),
     }
@@ -166,22 +167,21 @@ def _memory(config: EngineConfig, weights_held: int) -> dict[str, Any]:
     return report | {
         "blocks": sizes.blocks,
         "tokens_that_fit": sizes.blocks * BLOCK_SIZE,
-        "sequences_that_fit": min(sizes.blocks // demand.blocks_per_sequence, config.max_num_seqs),
-        "cache_bytes": sizes.total_bytes(config.cache_spec),
+        "sequences_that_fit": min(sizes.blocks // demand.blocks_per_request, config.max_num_seqs),
+        "cache_bytes": config.cache_groups.total_bytes(sizes),
     }
 
 
-def _caches(spec: CacheSpec, dtype: IndexDtype) -> dict[str, Any]:
+def _caches(config: EngineConfig, dtype: IndexDtype) -> dict[str, Any]:
     """Bytes for one index dtype, or why the model cannot have it."""
     try:
-        spec = dataclasses.replace(spec, index_dtype=dtype)
-        per_token, per_key = spec.bytes_per_token, spec.bytes_per_entry["index"]
+        groups = config.cache_groups_with(dtype)
     except ConfigError as error:
         return {"refused": str(error)}
     return {
-        "bytes_per_index_key": per_key,
-        "bytes_per_token": per_token | {"total": sum(per_token.values())},
-        "block_bytes": spec.block_bytes,
+        "bytes_per_index_key": groups.bytes_per_entry.get("index", 0),
+        "bytes_per_token": groups.bytes_per_token | {"total": sum(groups.bytes_per_token.values())},
+        "block_bytes": groups.block_bytes,
     }
 
 
@@ -216,13 +216,8 @@ def _text(report: dict[str, Any]) -> str:
             lines.append(f"  {dtype:8}{cache['refused']}")
             continue
         token = cache["bytes_per_token"]
-        values = "".join(f"{token[name]:12.1f}" for name in ("index", "csa", "hca", "total"))
+        values = "".join(f"{token.get(name, 0.0):12.1f}" for name in ("index", "csa", "hca", "total"))
         lines.append(f"  {dtype:8}{cache['bytes_per_index_key']:>10}{values}")
-    sequence = report["per_sequence"]
-    lines.append(
-        f"  and per sequence {format_bytes(sequence['compressor_state_bytes'])} of compressor state, "
-        f"{format_bytes(sequence['window_block_bytes'])} per block of 256 window tokens"
-    )
     lines += ["", *_weights_text(report), "", *_memory_text(report)]
     lines += ["", "back ends on this device"]
     for op, choice in report["back_ends"].items():
@@ -252,8 +247,8 @@ def _memory_text(report: dict[str, Any]) -> list[str]:
     lines = [
         f"caches for max_model_len {caches['max_model_len']:,}, max_num_seqs {count:,}, "
         f"max_num_batched_tokens {caches['max_num_batched_tokens']:,}",
-        f"  always       {format_bytes(caches['window_bytes'])} of window blocks, "
-        f"{format_bytes(caches['state_bytes'])} of compressor states",
+        f"  always       {format_bytes(caches['window_bytes'])} of window rings, {format_bytes(caches['step_bytes'])} "
+        f"for the rows of a step, {format_bytes(caches['compressor_ring_bytes'])} of compressor rings",
         f"  a sequence   {caches['blocks_per_sequence']:,} blocks of 256 tokens x "
         f"{format_bytes(caches['block_bytes'])} = {format_bytes(sequence)}",
         f"  needed       {format_bytes(caches['one_sequence_bytes'])} for one sequence, "

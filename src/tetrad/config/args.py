@@ -9,11 +9,15 @@ from typing import Any
 
 
 def _option(default: Any, text: str, **details: Any) -> Any:
-    """A field with the help text, metavar, choices and aliases of its command-line flag."""
+    """A field with the help text, group, metavar, choices and aliases of its command-line flag."""
     metadata = {"help": text, **details}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+_FORMATS = "number formats"
+_CAPACITY = "lengths, batches and memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,10 @@ class EngineArgs:
         },
     )
     tokenizer: str | Path | None = _option(
-        None, "folder of tokenizer.json, where it is not the model's", metavar="FOLDER"
+        None,
+        "folder of tokenizer.json (default: the model's folder)",
+        metavar="FOLDER",
+        aliases=("--tokenizer-path",),
     )
     generation_config: str | Path = _option(
         "auto",
@@ -38,62 +45,109 @@ class EngineArgs:
         "reads no such file",
         metavar="FOLDER",
     )
-    device: str = _option("auto", "auto (cuda where there is one), cpu, cuda or cuda:N")
+    device: str = _option("auto", "auto (cuda where there is one), cpu, cuda or cuda:N", metavar="NAME")
     cpu_threads: int | str = _option(
         "auto",
-        "threads of a step on a CPU; auto is OMP_NUM_THREADS where it is set, else 1 for a small model, all cores for "
-        "a large one",
+        "torch's threads while a step runs on a CPU; auto leaves a number that OMP_NUM_THREADS or "
+        "torch.set_num_threads gave, else takes 1 for a small model and all cores for a large one",
         metavar="N",
     )
     dtype: str = _option(
-        "auto", "compute dtype; auto is the checkpoint's own", choices=("auto", "bfloat16", "bf16", "float32", "fp32")
+        "auto",
+        "numbers to compute with; auto is the checkpoint's own dtype",
+        choices=("auto", "bfloat16", "bf16", "float32", "fp32"),
+        group=_FORMATS,
     )
     kv_cache_dtype: str = _option(
         "auto",
-        "main KV cache; auto is fp8 for a quantised checkpoint, else the compute dtype",
+        "main KV cache; auto is fp8 for a quantised checkpoint, else the dtype of the computation",
         choices=("auto", "bf16", "fp8", "fp32"),
+        group=_FORMATS,
     )
     index_cache_dtype: str = _option(
         "auto",
-        "index cache; auto is fp4 where a back end serves it, else fp8",
+        "keys of the lightning indexer; auto is fp4 where a back end for the device has it, else fp8; mxfp4 is fp4",
         choices=("auto", "fp4", "mxfp4", "fp8", "bf16", "fp32"),
+        group=_FORMATS,
     )
-    enable_deepseek_v4_fp4_indexer: bool = _option(False, "the same as --index-cache-dtype fp4")
+    enable_deepseek_v4_fp4_indexer: bool = _option(False, "the same as --index-cache-dtype fp4", group=_FORMATS)
     strict_index_cache_dtype: bool = _option(
-        False, "fail where the device cannot serve the fp4 index cache, instead of using fp8"
+        False, "end with an error where the device has no fp4 index cache, instead of using fp8", group=_FORMATS
     )
     index_hadamard: bool = _option(
-        True, "rotate index queries and keys before they are quantised; off only to measure what that is worth"
+        True,
+        "rotate the indexer's queries and keys before they are quantised; off only to measure what that is worth",
+        group=_FORMATS,
     )
     linear_activation_quant: str = _option(
-        "none", "round the inputs of DeepSeek's FP8 linears to FP8, as its own code does", choices=("none", "fp8")
+        "none",
+        "fp8 rounds the inputs of linear layers with FP8 weights to FP8, as DeepSeek's own code does",
+        choices=("none", "fp8"),
+        group=_FORMATS,
     )
     load_format: str = _option(
-        "auto", "dummy: random weights, only config.json is read", choices=("auto", "dummy"), const_alias="--load-dummy"
+        "auto",
+        "auto reads the weights of the checkpoint; dummy makes random ones and reads only config.json",
+        choices=("auto", "dummy"),
+        const_alias="--load-dummy",
     )
     hf_overrides: dict[str, Any] = _option(
-        {}, "values that replace those of config.json, by its own names; an object may hold a part", metavar="JSON"
+        {},
+        'values in place of those in config.json, by its own names; an object may hold a part: {"index_topk": 64} '
+        "(default: none)",
+        metavar="JSON",
+        aliases=("--json-model-override-args",),
     )
-    block_size: int = _option(256, "tokens in a block; only 256 is possible")
+    block_size: int = _option(
+        256,
+        "tokens in a block of the caches; only 256 is possible",
+        metavar="N",
+        group=_CAPACITY,
+        aliases=("--page-size",),
+    )
     max_model_len: int | str | None = _option(
-        None, "most tokens of a prompt and its output; 128K is 131072, 128k is 128000", metavar="TOKENS"
+        None,
+        "the most tokens of a prompt with its output; 128K is 131072, 128k is 128000 (default: what the model allows)",
+        metavar="TOKENS",
+        group=_CAPACITY,
+        aliases=("--context-length",),
     )
-    max_num_batched_tokens: int | str = _option(8192, "most tokens in one step", metavar="TOKENS")
-    max_num_seqs: int = _option(256, "most sequences in one step")
-    enable_chunked_prefill: bool = _option(True, "compute long prompts in several steps")
+    max_num_batched_tokens: int | str = _option(
+        8192, "the most tokens to compute in one step", metavar="TOKENS", group=_CAPACITY
+    )
+    max_num_seqs: int = _option(256, "the most sequences to run at once", metavar="N", group=_CAPACITY)
+    enable_chunked_prefill: bool = _option(True, "compute a long prompt in several steps", group=_CAPACITY)
     kv_cache_memory_gb: float | None = _option(
-        None, "GiB for all caches; default 4 on a CPU, what --gpu-memory-utilization leaves on a GPU", metavar="GIB"
+        None,
+        "GiB for all caches together (default: 4 on a CPU, on a GPU what --gpu-memory-utilization leaves)",
+        metavar="GIB",
+        group=_CAPACITY,
     )
-    gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory for weights and caches together")
-    num_gpu_blocks_override: int | None = _option(None, "exactly this many blocks, whatever the memory", metavar="N")
+    gpu_memory_utilization: float = _option(
+        0.9,
+        "share of a GPU's memory for weights and caches together",
+        metavar="SHARE",
+        group=_CAPACITY,
+    )
+    num_gpu_blocks_override: int | None = _option(
+        None,
+        "make exactly this many blocks (default: as many as the memory holds)",
+        metavar="N",
+        group=_CAPACITY,
+    )
     indexer_logits_budget_mb: int | None = _option(
         None,
-        "most MiB of index scores at once, 0 is unlimited; default 2048, or the environment variable "
-        "ATOM_SPARSE_INDEXER_LOGITS_BUDGET_MB",
+        "the most MiB of the indexer's scores at one time, 0 for no limit (default: the environment variable "
+        "ATOM_SPARSE_INDEXER_LOGITS_BUDGET_MB, or 2048)",
         metavar="MIB",
+        group=_CAPACITY,
     )
     seed: int | None = _option(
-        None, "makes requests without a seed of their own repeatable (in the order they come), and dummy weights"
+        None,
+        "makes a run repeatable: dummy weights, and requests without a seed of their own in the order they come "
+        "(default: every run draws anew)",
+        metavar="N",
+        aliases=("--random-seed",),
     )
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import types
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,6 +94,7 @@ class EngineConfig:
         args = dataclasses.replace(args, model=bundled.resolve(args.model))
         _check_ranges(args)
         check_block_size(args.block_size)
+        _check_exists(args.model)
         model = ModelConfig.from_pretrained(args.model, args.hf_overrides)
         device = _device(args.device)
         platform = platform or current_platform(device)
@@ -243,6 +246,19 @@ def _check_ranges(args: EngineArgs) -> None:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {args.gpu_memory_utilization}")
 
 
+def _check_exists(model: str | Path) -> None:
+    """Refuse a model that is neither here nor in the package."""
+    if Path(model).exists():
+        return
+    names = (bundled.NAME, *bundled.GEOMETRIES)
+    near = difflib.get_close_matches(str(model).lower().rpartition("/")[2], names, n=1)
+    hint = f", did you mean {near[0]}?" if near else "."
+    raise ConfigError(
+        f"cannot read the model configuration {model}: there is no such folder{hint} Give the folder of a checkpoint, "
+        f"since nothing is downloaded; names of this package are {', '.join(names)}"
+    )
+
+
 def _choice(args: EngineArgs, name: str) -> str:
     """The value of an option that has a fixed set of them."""
     field = next(field for field in dataclasses.fields(args) if field.name == name)
@@ -267,7 +283,9 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported; choose auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
+        raise ConfigError(
+            f"device {name!r} is not available: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
     return device
 
 

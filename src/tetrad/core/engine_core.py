@@ -43,6 +43,7 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler, self.runner = scheduler, runner
+        self.computed_rows = 0
         self._touched: dict[int, Sequence] = {}
         self._unsettled = False
 
@@ -123,6 +124,7 @@ class EngineCore:
         accepted = [part.count for part in plan.segments]
         self._touched |= {sequence.number: sequence for sequence in drawing}
         self.scheduler.commit(accepted)
+        self.computed_rows += sum(accepted)
         for sequence, one in zip(drawing, drawn, strict=True):
             sequence.failures = 0
             if one.error is not None:

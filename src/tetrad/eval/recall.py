@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from tetrad.config.args import EngineArgs
 from tetrad.errors import ConfigError
@@ -20,6 +19,7 @@ from tetrad.eval.documents import KINDS, STOP, Document, Question, make_document
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.frontend.selection_recorder import SelectionRecorder
+from tetrad.frontend.token_meter import TokenMeter
 
 BASELINE = "bf16"
 """The index format that the others are compared with: its keys are not quantised."""
@@ -93,22 +93,57 @@ class Answer:
 
 @dataclass(slots=True)
 class RecallResult:
-    """All answers, and what they were measured on. An interrupted measurement keeps the answers that it has."""
+    """All answers, and what they were measured on. A measurement that ends early keeps the answers that it has.
+
+    ``died``: the error that ended it, None where none did.
+    """
 
     settings: RecallSettings
     index_topk: int = 0
     device: str = ""
     answers: list[Answer] = field(default_factory=list)
     interrupted: bool = False
+    died: str | None = None
 
 
-def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: bool = False) -> RecallResult:
+@dataclass(slots=True)
+class RecallProgress:
+    """How far a measurement is; another thread may read it at any time.
+
+    Attributes:
+        questions: how many there are under all variants; ``done`` of them are answered.
+        doing: the variant and the length that are measured.
+    """
+
+    questions: int = 0
+    done: int = 0
+    doing: str = "nothing yet"
+    _meter: TokenMeter | None = None
+    _earlier_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all engines have computed."""
+        meter = self._meter
+        return self._earlier_tokens + (meter.tokens if meter is not None else 0)
+
+    def begin(self, engine: LLMEngine) -> None:
+        """Count the tokens of this engine, in the place of the one before it."""
+        self._earlier_tokens, self._meter = self.tokens, TokenMeter(engine)
+
+    def end(self) -> None:
+        """Let go of the engine, so that its memory is free for the next one."""
+        self._earlier_tokens, self._meter = self.tokens, None
+
+
+def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: RecallProgress | None = None) -> RecallResult:
     """Ask every question under every variant: the same documents and questions for all.
 
-    An interrupt (Ctrl-C) ends the measurement with the answers so far, if there are any.
+    An interrupt (Ctrl-C) or an error ends the measurement with the answers so far, if there are any.
 
     args: the engine's options; index dtype, rotation, top-k and lengths are set here. The baseline runs first where it
-    is among the variants, so that the others can be compared with what it chose.
+    is among the variants, so that the others can be compared with what it chose. progress: kept up to date, for who
+    shows it.
 
     Raises:
         ConfigError: the model cannot be served so, or a document is too short for its facts.
@@ -122,22 +157,30 @@ def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: bool = F
     ]
     exact: dict[tuple[int, float, int, int], dict[int, Tensor]] = {}
     result = RecallResult(settings)
-    with tqdm(total=len(variants) * len(cells) * settings.questions, unit="question", disable=not progress) as bar:
-        try:
-            for variant in variants:
-                engine = _engine(args, settings, variant)
-                result.index_topk = result.index_topk or engine.config.model.index_topk
-                result.device = _device_name(engine.config.device)
-                for batch in _batches(cells, settings.questions, engine.config.max_num_seqs):
-                    bar.set_description(f"{variant.name} at {batch[0][0]}")
-                    for answer in _ask(engine, variant, batch, settings, exact):
-                        result.answers.append(answer)
-                        bar.update()
-                del engine
-        except KeyboardInterrupt:
-            if not result.answers:
-                raise
-            result.interrupted = True
+    progress = progress or RecallProgress()
+    progress.questions = len(variants) * len(cells) * settings.questions
+    try:
+        for variant in variants:
+            progress.doing = f"loading the model for {variant.name}"
+            engine = _engine(args, settings, variant)
+            progress.begin(engine)
+            result.index_topk = result.index_topk or engine.config.model.index_topk
+            result.device = _device_name(engine.config.device)
+            for batch in _batches(cells, settings.questions, engine.config.max_num_seqs):
+                progress.doing = f"{variant.name} at {batch[0][0]} tokens"
+                for answer in _ask(engine, variant, batch, settings, exact):
+                    result.answers.append(answer)
+                    progress.done += 1
+            progress.end()
+            del engine
+    except KeyboardInterrupt:
+        if not result.answers:
+            raise
+        result.interrupted = True
+    except Exception as error:  # whatever it is, an hour of answers is worth more
+        if not result.answers:
+            raise
+        result.died = f"{type(error).__name__}: {error}"
     return result
 
 

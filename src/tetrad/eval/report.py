@@ -13,6 +13,10 @@ from tetrad.errors import ConfigError
 from tetrad.eval.recall import BASELINE, Answer, RecallResult
 from tetrad.eval.statistics import interval_of_mean
 
+_WIDTH = 100
+_AGAINST = f"minus {BASELINE} [95 %]"
+_HEAD = f"{'length':>7} {'index':9} {'asked':>5} {'recall %':>8} {_AGAINST:>26} {'found %':>7}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
@@ -74,24 +78,34 @@ def _cell(result: RecallResult, variant: str, length: int) -> Cell:
 
 
 def table(result: RecallResult) -> str:
-    """The table: per cent right, the paired difference to the baseline with its 95 % interval, per cent by depth."""
+    """The table: per cent right, the paired difference to the baseline with its 95 % interval, per cent by depth.
+
+    The depths stand in a block of their own where they would make lines of more than 100 columns.
+    """
     rows = cells(result)
     depths = sorted(result.settings.depths)
-    against = f"minus {BASELINE}, 95 % interval"
-    head = f"{'length':>8} {'index':10} {'questions':>9} {'recall %':>9} {against:>28} {'found %':>8}"
-    lines = [
-        f"index_topk {result.index_topk}, {result.device}; found: the share of {BASELINE}'s chosen entries",
-        head + "  at depth " + " ".join(f"{depth:5.2f}" for depth in depths),
-    ]
-    for cell in rows:
-        difference = ""
-        if cell.difference is not None and cell.low is not None and cell.high is not None:
-            difference = f"{100 * cell.difference:+.2f} [{100 * cell.low:+.2f}, {100 * cell.high:+.2f}]"
-        found = f"{100 * cell.found:.1f}" if cell.found is not None else ""
-        by_depth = " ".join(f"{100 * cell.by_depth[depth]:5.1f}" for depth in depths)
-        shares = f"{100 * cell.recall:9.2f} {difference:>28} {found:>8}"
-        lines.append(f"{cell.length:8d} {cell.variant:10} {cell.questions:9d} {shares}           {by_depth}")
+    at_depths = "".join(f" {depth:5.2f}" for depth in depths)
+    lines = [f"index_topk {result.index_topk}, {result.device}; found: the share of {BASELINE}'s chosen entries"]
+    if len(f"{_HEAD} at{at_depths}") <= _WIDTH:
+        lines += [f"{_HEAD} at{at_depths}", *(f"{_row(cell)}   {_by_depth(cell, depths)}" for cell in rows)]
+        return "\n".join(lines)
+    lines += [_HEAD, *map(_row, rows), f"{'length':>7} {'index':9} at{at_depths}"]
+    lines += [f"{cell.length:7d} {cell.variant:9}   {_by_depth(cell, depths)}" for cell in rows]
     return "\n".join(lines)
+
+
+def _row(cell: Cell) -> str:
+    """All of a cell but its depths."""
+    difference = found = ""
+    if cell.difference is not None and cell.low is not None and cell.high is not None:
+        difference = f"{100 * cell.difference:+.2f} [{100 * cell.low:+.2f}, {100 * cell.high:+.2f}]"
+    if cell.found is not None:
+        found = f"{100 * cell.found:.1f}"
+    return f"{cell.length:7d} {cell.variant:9} {cell.questions:5d} {100 * cell.recall:8.2f} {difference:>26} {found:>7}"
+
+
+def _by_depth(cell: Cell, depths: list[float]) -> str:
+    return "".join(f" {100 * cell.by_depth[depth]:5.1f}" if depth in cell.by_depth else " " * 6 for depth in depths)
 
 
 def to_dict(result: RecallResult, *, answers: bool = False) -> dict[str, Any]:
@@ -118,7 +132,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'tetrad[plot]', or leave --png out") from error
+        raise ConfigError("a picture needs matplotlib: pip install 'tetrad[plot]', or leave out --png") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

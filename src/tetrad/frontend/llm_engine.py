@@ -74,6 +74,11 @@ class LLMEngine:
         """Whether ``step`` has anything to do, or an output to give that nobody has seen yet."""
         return bool(self.requests) or bool(self._kept)
 
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of all steps so far, for who shows progress; those of a preempted sequence count again."""
+        return self.core.computed_rows
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
 
@@ -189,7 +194,7 @@ class LLMEngine:
         room = self.config.max_model_len - len(ids)
         sequences = []
         for index in range(params.n):
-            detokenizer = Detokenizer(self.tokenizer, ids, params.stop, params.min_tokens)
+            detokenizer = Detokenizer(self.tokenizer, ids, params.stop_strings, params.min_tokens)
             choice = Choice(request, index, next(self._numbers), detokenizer)
             request.choices.append(choice)
             self._choices[choice.number] = choice
@@ -226,6 +231,8 @@ class LLMEngine:
                 next step that wants them, so no caller loses what another one's step has brought to its end. Who gives
                 ``only`` asks whether its own requests are done, not for ``has_unfinished_requests``.
         """
+        if isinstance(only, str):
+            only = (only,)  # not its parts
         touched = self._take(self.core.step())
         wanted = [
             request

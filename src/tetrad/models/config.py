@@ -150,7 +150,7 @@ class ModelConfig:
         problems += [
             problem for problem in config_checks.problems(values, list(known)) if problem.field not in reported
         ]
-        _raise_if_any(problems, source)
+        _raise_if_any([_named(problem, overrides or {}) for problem in problems], source)
         return cls(**values)
 
     @classmethod
@@ -181,6 +181,13 @@ class ModelConfig:
     def to_native_dict(self) -> dict[str, Any]:
         """This configuration as the released config.json spells it; ``from_dict`` gives back an equal record."""
         return config_forms.write_native(dataclasses.asdict(self))
+
+
+def _named(problem: config_checks.Problem, overrides: Mapping[str, Any]) -> config_checks.Problem:
+    """The problem, with a word on where the value came from if the document is not to blame."""
+    if problem.field.partition(".")[0] not in overrides:
+        return problem
+    return config_checks.Problem(problem.field, f"{problem.text} (given as an override)")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

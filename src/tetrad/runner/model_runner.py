@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +54,8 @@ class ModelRunner:
             device=config.device,
         )
         self.sampler = Sampler(config.model.vocab_size)
-        self._sampling: dict[int, SamplingRow] = {}
+        self.rows_in_step = 0
+        self._sampling: dict[int, _Sampled] = {}
         logger.info(
             "caches: %d blocks, rings of %d requests, %d rows in a step, %s in all",
             self.sizes.blocks,
@@ -109,13 +111,14 @@ class ModelRunner:
 
     def begin(self, plan: StepPlan) -> Rows:
         """Take in what the plan changes; the rows to compute."""
+        self.rows_in_step = plan.rows
         self.pools.copy(plan.block_copies, plan.request_copies)
         for request in plan.leaves:
             self._sampling.pop(request, None)
         for admission in plan.admissions:
-            self._sampling[admission.request] = SamplingRow(
-                admission.sampling, admission.prompt_token_ids, list(admission.output_token_ids), admission.seed
-            )
+            drawn = list(admission.output_token_ids)
+            row = SamplingRow(admission.sampling, admission.prompt_token_ids, drawn, admission.seed)
+            self._sampling[admission.request] = _Sampled(row, drawn)
         return self.table.apply(plan)
 
     def forward(self, rows: Rows) -> Tensor:
@@ -127,11 +130,11 @@ class ModelRunner:
         wanted = [segment for segment in plan.segments if segment.wanted]
         assert all(segment.wanted == 1 for segment in wanted), "nobody drafts yet"
         states = [self._sampling[segment.request] for segment in wanted]
-        tokens = self.sampler.sample(logits[: len(wanted)], states)
+        tokens = self.sampler.sample(logits[: len(wanted)], [state.row for state in states])
         drawn = [(segment.request, token.token_id) for segment, token in zip(wanted, tokens, strict=True)]
         for state, token in zip(states, tokens, strict=True):
             if token.error is None:
-                state.output_token_ids.append(token.token_id)
+                state.drawn.append(token.token_id)
         self.table.draw([pair for pair in drawn if pair[1] >= 0])
         return [_drawn(token) for token in tokens]
 
@@ -143,6 +146,13 @@ class ModelRunner:
             torch.cuda.synchronize(self.config.device)
         except Exception as lost:
             raise DeviceLostError(f"the device is lost ({lost}); build the engine anew") from error
+
+
+class _Sampled(NamedTuple):
+    """How a request samples, and what it has drawn: the list that ``row`` reads."""
+
+    row: SamplingRow
+    drawn: list[int]
 
 
 def _drawn(token: SampledToken) -> Drawn:

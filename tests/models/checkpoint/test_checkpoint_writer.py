@@ -151,7 +151,7 @@ def test_impossible_targets(state: dict[str, torch.Tensor], tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="it is a file; name a folder"):
         write_checkpoint(tmp_path / "file", CONFIG, state)
-    with pytest.raises(CheckpointError, match="is no folder; make it first"):
+    with pytest.raises(CheckpointError, match="is not a folder; create it first"):
         write_checkpoint(tmp_path / "absent" / "model", CONFIG, state)
 
 

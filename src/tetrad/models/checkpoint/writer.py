@@ -59,7 +59,7 @@ def write_checkpoint(
     """
     target = Path(folder)
     if not target.parent.is_dir():
-        raise CheckpointError(f"cannot write the checkpoint {target}: {target.parent} is no folder; make it first")
+        raise CheckpointError(f"cannot write the checkpoint {target}: {target.parent} is not a folder; create it first")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"cannot write the checkpoint {target}: it is a file; name a folder")
     if target.is_dir() and any(target.iterdir()) and not overwrite:

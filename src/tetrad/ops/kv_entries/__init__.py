@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tetrad.geometry import PagedKV, check_paged
-from tetrad.ops.arguments import check_compute_dtype, check_pages, check_tensor
+from tetrad.ops.arguments import check_compute_dtype, check_pages, check_real, check_tensor
 from tetrad.ops.backends import Problem, backend_module
 from tetrad.ops.checked import check_slots
 from tetrad.torch_settings import without_autocast
@@ -73,6 +73,7 @@ def write_pooled_kv_entries(
     check_tensor("norm_weight", norm_weight, torch.float32, (pooled.shape[1],), "channels", pooled.device)
     for name, angle in (("cos", cos), ("sin", sin)):
         check_tensor(name, angle, torch.float32, (pooled.shape[0], None), "entries, rope / 2", pooled.device)
+    check_real("eps", eps)
     check_compute_dtype(dtype)
     backend = _backend(cache, slots, pooled, distinct=True)
     backend.write_pooled_kv_entries(pooled, norm_weight, eps, cos, sin, dtype, cache.pages, slots, cache.layout)
