@@ -97,7 +97,7 @@ def folder(tmp_path_factory):
 
 def build(folder, load_format: str = "auto", dtype: str = "bf16") -> LLM:
     llm = LLM(**small_options(folder) | {"load_format": load_format, "dtype": dtype, "seed": 3})
-    llm.engine.runner.caches.poison()
+    llm.engine.runner.pools.poison()
     return llm
 
 

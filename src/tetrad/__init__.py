@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tetrad.config.args import EngineArgs
-    from tetrad.errors import CheckpointError, ConfigError, RequestError, TetradError
+    from tetrad.errors import CheckpointError, ConfigError, DeviceLostError, RequestError, TetradError
     from tetrad.frontend.llm import LLM
     from tetrad.frontend.llm_engine import LLMEngine
     from tetrad.frontend.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
@@ -26,6 +26,7 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "DeviceLostError",
     "EngineArgs",
     "FinishReason",
     "LLMEngine",
@@ -52,7 +53,7 @@ _NAMES_OF = {
     "tetrad.frontend.sampling_params": ("SamplingParams",),
     "tetrad.frontend.selection_recorder": ("SelectionRecorder",),
     "tetrad.frontend.tokenizer": ("Tokenizer",),
-    "tetrad.errors": ("CheckpointError", "ConfigError", "RequestError", "TetradError"),
+    "tetrad.errors": ("CheckpointError", "ConfigError", "DeviceLostError", "RequestError", "TetradError"),
 }
 _HOMES = {name: home for home, names in _NAMES_OF.items() for name in names}
 

@@ -16,9 +16,9 @@ from tetrad import EngineArgs, SamplingParams, bundled
 from tetrad.cli import generate, progress
 from tetrad.cli.main import main
 from tetrad.cli.progress import Progress, minutes
+from tetrad.eval.recall import RecallProgress, RecallSettings, Variant, run_recall
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.token_meter import TokenMeter
-from tetrad.eval.recall import RecallProgress, RecallSettings, Variant, run_recall
 
 RUN = ("--load-dummy", "--device=cpu", "--max-model-len=128", "--max-num-seqs=2", "--kv-cache-memory-gb=0.5")
 FLAGS = (*RUN, "--temperature=0", "--max-tokens=5", "--ignore-eos")

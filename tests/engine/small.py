@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tests.tiny import tiny_config
 from tetrad import EngineArgs, LLMEngine
-from tetrad.core.plan import Batch
+from tetrad.core.sequence import Sequence as CoreSequence
 from tetrad.frontend.outputs import RequestOutput
 from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.models.config import ModelConfig
@@ -79,7 +79,7 @@ def write_tokenizer(folder: Path, eos: str | None = "<eos>") -> None:
 def small_engine(folder: Path, **options: Any) -> LLMEngine:
     """An engine with an FP4 index cache and an FP8 KV cache that nobody has written to: it reads as NaN."""
     engine = LLMEngine(EngineArgs(**small_options(folder) | options))
-    engine.runner.caches.poison()
+    engine.runner.pools.poison()
     return engine
 
 
@@ -113,13 +113,16 @@ def run(engine: LLMEngine) -> dict[str, RequestOutput]:
 
 
 def assert_idle(engine: LLMEngine) -> None:
-    """Nothing is unfinished, and every block, window block and state slot is back."""
+    """Nothing is unfinished, and every block and row of the request table is free."""
     assert not engine.has_unfinished_requests
     assert not engine.requests
-    assert not engine.scheduler.running
-    assert not engine.scheduler.waiting
-    for pool in (engine.manager.blocks, engine.manager.window_blocks, engine.manager.state_slots):
-        assert pool.free == pool.size
+    assert not engine._choices
+    scheduler = engine.core.scheduler
+    assert not scheduler.sequences
+    assert not scheduler.running
+    assert not scheduler.waiting
+    for pool in (scheduler.manager.blocks, scheduler.manager.requests):
+        assert pool.free_count == pool.size
 
 
 def bytes_of(text: str) -> list[int]:
@@ -127,20 +130,38 @@ def bytes_of(text: str) -> list[int]:
     return [FIRST_BYTE + byte for byte in text.encode()]
 
 
-def script(engine: LLMEngine, tokens: Mapping[str, Sequence[int]], likely: float = 20.0) -> None:
-    """Replace the model by logits that are 0 but for the next token of each request's script.
+def drawing(engine: LLMEngine) -> list[CoreSequence]:
+    """The sequences of the step that runs now whose next token is drawn, in the order of the logits."""
+    return [sequence for sequence, segment in engine.core.scheduler._chosen if segment.wanted]
+
+
+def request_id(engine: LLMEngine, sequence: CoreSequence) -> str:
+    """Whose a sequence is."""
+    return engine._choices[sequence.number].request.request_id
+
+
+def replace_logits(engine: LLMEngine, row: Callable[[CoreSequence], torch.Tensor]) -> None:
+    """Replace the model by logits made by hand: a row [V] for each sequence that draws.
 
     The sampler, the scheduler and everything behind the logits are the real ones.
     """
 
-    def execute(batch: Batch) -> torch.Tensor:
-        sampling = [item.sequence for item in batch.scheduled if item.samples]
-        logits = torch.zeros(len(sampling), engine.config.model.vocab_size)
-        for row, sequence in enumerate(sampling):
-            logits[row, tokens[sequence.request.request_id][len(sequence.output_token_ids)]] = likely
+    def forward(_rows: Any) -> torch.Tensor:
+        logits = [row(sequence) for sequence in drawing(engine)]
+        return torch.stack(logits) if logits else torch.zeros(0, engine.config.model.vocab_size)
+
+    engine.runner.forward = forward  # type: ignore[method-assign]
+
+
+def script(engine: LLMEngine, tokens: Mapping[str, Sequence[int]], likely: float = 20.0) -> None:
+    """Logits that are 0 but for the next token of each request's script."""
+
+    def row(sequence: CoreSequence) -> torch.Tensor:
+        logits = torch.zeros(engine.config.model.vocab_size)
+        logits[tokens[request_id(engine, sequence)][len(sequence.output)]] = likely
         return logits
 
-    engine.runner.execute = execute  # type: ignore[method-assign]
+    replace_logits(engine, row)
 
 
 def greedy(**changes) -> SamplingParams:

@@ -106,7 +106,7 @@ def churn(built: LLMEngine, kinds: list[Kind], rng: random.Random) -> tuple[dict
 def test_churn(folder, kinds, expected):
     """Ten places, six blocks (one sequence may need three), steps of 200 tokens, caches full of NaN.
 
-    Blocks, window blocks and states go from hand to hand hundreds of times. A key that is read behind its owner's end,
+    Blocks and rings go from request to request hundreds of times. A key that is read behind its owner's end,
     a state that is not rebuilt after a preemption, a seed that is consumed twice: each changes a token.
     """
     built = small_engine(
@@ -127,7 +127,7 @@ def test_churn(folder, kinds, expected):
             else:
                 assert got == whole, (name, number)
     assert aborted > 50
-    assert built.scheduler.preemptions > 20
+    assert built.core.scheduler.preemptions > 20
     assert sum(output.metrics.preemptions for output in outputs.values() if output.metrics) > 20
 
 

@@ -14,16 +14,16 @@ import torch
 from tests.engine.small import small_config, small_options, write_config
 from tests.released import flash_document
 from tetrad import EngineArgs, LLMEngine
-from tetrad.cache.kv_cache import KVCaches
-from tetrad.cache.spec import CacheSizes
+from tetrad.cache.groups import CacheSizes
+from tetrad.cache.pools import CachePools
 from tetrad.config.engine_config import LOGITS_BUDGET_VARIABLE, EngineConfig
-from tetrad.runner.model_runner import ModelRunner
 from tetrad.errors import ConfigError
-from tetrad.geometry import IndexDtype, KVDtype
+from tetrad.geometry import IndexDtype, KVDtype, window_ring
 from tetrad.models.config import ModelConfig
 from tetrad.ops import backends
 from tetrad.ops.backends import Backend
 from tetrad.platforms import Platform
+from tetrad.runner.model_runner import ModelRunner
 
 GIB = 1 << 30
 
@@ -75,16 +75,16 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_index_dtype(folder, caplog, options, dtype):
     config = resolve(folder, **options)
     assert config.index_cache_dtype.dtype == dtype
-    assert config.cache_spec.index_dtype is IndexDtype(dtype)
+    assert config.cache_groups["index"].layout.dtype is IndexDtype(dtype)
     assert warnings_of(caplog) == []
 
 
 @pytest.mark.parametrize("hadamard", [True, False])
 def test_the_rotation_is_part_of_the_layout(folder, hadamard):
     """The layout of the index cache is the only place that writers and queries ask."""
-    layout = resolve(folder, index_hadamard=hadamard).cache_spec.index_layout
+    layout = resolve(folder, index_hadamard=hadamard).cache_groups["index"].layout
     assert layout.hadamard is hadamard
-    assert resolve(folder).cache_spec.index_layout.hadamard
+    assert resolve(folder).cache_groups["index"].layout.hadamard
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "bf16", "fp32"])
@@ -105,7 +105,7 @@ def test_fp4_that_cannot_be_served_warns_once_and_becomes_fp8(folder, without_fp
     (warning,) = warnings_of(caplog)
     assert re.search(r"fp4 cannot be served: no back end scores FP4 keys on cpu \(stub: has no FP4 kernel\)", warning)
     assert "fp8" in warning
-    assert engine.runner.caches.spec.index_dtype is IndexDtype.FP8
+    assert engine.runner.pools.groups["index"].layout.dtype is IndexDtype.FP8
 
 
 def test_auto_without_fp4_is_fp8_without_a_warning(folder, without_fp4, caplog):
@@ -197,7 +197,7 @@ def test_compute_and_cache_dtype(tmp_path, checkpoint, options, expected):
     """A quantised checkpoint gets an FP8 cache, any other its compute dtype."""
     config = resolve(write_config(tmp_path / "m", small_config(**checkpoint)), **options)
     assert (config.dtype, config.kv_cache_dtype) == expected
-    assert config.cache_spec.compute_dtype is expected[0]
+    assert config.cache_groups["window"].layout.rope_dtype is expected[0]
 
 
 # ---- lengths ----
@@ -222,7 +222,8 @@ def test_the_models_own_length_is_the_default(folder, tmp_path):
 def test_hf_overrides_reach_the_model(folder):
     engine = LLMEngine(EngineArgs(**small_options(folder) | {"hf_overrides": {"index_topk": 7, "sliding_window": 9}}))
     assert engine.config.model.index_topk == 7
-    assert engine.runner.model.config.sliding_window == engine.manager.window == 9
+    assert engine.runner.model.config.sliding_window == 9
+    assert engine.runner.pools.groups["window"].layout.entries == window_ring(9) == 24
 
 
 def test_without_chunked_prefill_a_step_must_hold_a_sequence(folder):
@@ -255,11 +256,13 @@ def test_computed_sizes_are_the_bytes_allocated(tmp_path, case):
     if ratio := overrides.pop("hca_ratio", None):
         overrides["compress_ratios"] = (0, 4, ratio)
     config = resolve(write_config(tmp_path / "m", small_config(**overrides)), max_model_len=600, **options)
-    for sizes in (CacheSizes(3, 5, 2), CacheSizes(7, 4, 3)):
-        caches = KVCaches(config.cache_spec, sizes, "cpu")
-        allocated = sum(tensor.untyped_storage().nbytes() for tensor in caches.tensors().values())
-        assert allocated == sizes.total_bytes(config.cache_spec)
-        assert all(page.stride(-2) % 16 == 0 for name, page in caches.tensors().items() if "state" not in name)
+    groups = config.cache_groups
+    for sizes in (CacheSizes(3, 5, 16), CacheSizes(7, 4, 1000)):
+        pools = CachePools(groups, sizes, "cpu").pools
+        allocated = sum(pool.untyped_storage().nbytes() for pool in pools.values())
+        assert allocated == groups.total_bytes(sizes)
+        pages = [pool for pool in pools.values() if pool.dtype is torch.uint8]
+        assert all(pool.stride(-2) % 16 == 0 for pool in pages)
 
 
 @pytest.mark.parametrize("gib", [0.02, 0.05])
@@ -268,11 +271,11 @@ def test_the_caches_fill_the_memory_and_no_more(folder, gib):
     engine = LLMEngine(
         EngineArgs(**small_options(folder) | {"kv_cache_memory_gb": gib, "max_model_len": 1024, "max_num_seqs": 64})
     )
-    spec, sizes = engine.config.cache_spec, engine.runner.sizes
-    allocated = sum(tensor.untyped_storage().nbytes() for tensor in engine.runner.caches.tensors().values())
-    assert allocated == sizes.total_bytes(spec) <= gib * GIB
+    groups, sizes = engine.config.cache_groups, engine.runner.sizes
+    allocated = sum(pool.untyped_storage().nbytes() for pool in engine.runner.pools.pools.values())
+    assert allocated == groups.total_bytes(sizes) <= gib * GIB
     useful = 64 * 4
-    assert sizes.blocks == useful or allocated + sum(spec.block_bytes.values()) > gib * GIB
+    assert sizes.blocks == useful or allocated + sum(groups.block_bytes.values()) > gib * GIB
 
 
 def test_the_default_on_a_cpu_is_four_gib(folder, monkeypatch):
@@ -295,20 +298,24 @@ def test_the_error_shows_the_arithmetic(folder):
     with pytest.raises(ConfigError) as caught:
         config.cache_sizes(1000)
     message = str(caught.value)
-    # 3 requests of at most 3 window blocks and 2 blocks for 300 tokens; an fp8 entry is 24 + 8 * 4 + 8 = 64 bytes
-    window = 3 * 256 * 64
-    state = 4 * 8 * 2 * (64 + 64) + 4 * 16 * 2 * 32
+    # an fp8 entry is 24 + 8 * 4 + 8 = 64 bytes; a window of 8 keys and 8 drafts is a ring of 16, so 300 rows, which are
+    # 304 with padding, take 19 pages beside it
+    window = 3 * 16 * 64
+    step = 3 * 19 * 16 * 64
+    rings = 4 * (16 * 2 * (64 + 64) + 24 * 2 * 32)
     block = 64 * 64 + 64 * (16 + 1) + 16 * 64
-    assert config.cache_spec.window_block_bytes == window
-    assert config.cache_spec.state_bytes == state
-    assert sum(config.cache_spec.block_bytes.values()) == block
-    assert "11 window blocks x 48 KiB = 528 KiB" in message
-    assert f"3 compressor states x {state / 1024:.4g} KiB = {3 * state / 1024:.4g} KiB" in message
+    assert config.cache_demand.window_bytes == window
+    assert config.cache_demand.step_bytes == step
+    assert config.cache_demand.ring_bytes == rings
+    assert config.cache_demand.block_bytes == block
+    one = window + rings
+    assert f"3 requests x {one / 1024:.4g} KiB of window and compressor rings = {3 * one / 1024:.4g} KiB" in message
+    assert f"304 rows of a step = {step / 1024:.4g} KiB" in message
     assert f"one sequence of max_model_len 1000 needs 4 blocks x {block / 1024:.4g} KiB" in message
-    total = 11 * window + 3 * state + 4 * block
+    total = 3 * one + step + 4 * block
     assert f"{total / 1024:.4g} KiB in all, but there are 1000 B, which leave 0 blocks" in message
     assert "--max-model-len, --max-num-seqs or --max-num-batched-tokens, or raise --kv-cache-memory-gb" in message
-    assert config.cache_sizes(total) == CacheSizes(4, 11, 3)
+    assert config.cache_sizes(total) == CacheSizes(4, 3, 304)
     with pytest.raises(ConfigError, match="do not fit"):
         config.cache_sizes(total - 1)
 
@@ -356,7 +363,7 @@ def test_logits_budget(folder, monkeypatch, option, variable, mib):
     if variable is not None:
         monkeypatch.setenv(LOGITS_BUDGET_VARIABLE, variable)
     config = resolve(folder, indexer_logits_budget_mb=option)
-    assert config.logits_budget_bytes == mib << 20
+    assert config.indexer.logits_budget_bytes == mib << 20
 
 
 @pytest.mark.parametrize("variable", ["-1", "2G", "", "1.5"])

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from tetrad.errors import RequestError
 from tetrad.frontend.detokenizer import Detokenizer
 from tetrad.frontend.tokenizer import Tokenizer
-from tetrad.errors import RequestError
 
 SPECIAL = 0
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("ä", "¸"), ("Ŀ", "ä"), ("æ", "ĸ"), ("ĸ", "ĩ"), ("a", "ð")]

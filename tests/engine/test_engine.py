@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from tests.engine.small import (
     ABC,
     assert_idle,
     bytes_of,
+    drawing,
     greedy,
     random_ids,
+    replace_logits,
+    request_id,
     run,
     script,
     small_engine,
@@ -21,8 +25,7 @@ from tests.engine.small import (
     write_config,
 )
 from tetrad import EngineArgs, LLMEngine, SamplingParams
-from tetrad.core.plan import Batch
-from tetrad.engine.sequence import SequenceStatus
+from tetrad.core.sequence import NONE, Sequence, Status
 from tetrad.errors import ConfigError, RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -68,8 +71,8 @@ def test_greedy_decode_equals_recomputing_every_token_by_prefill(folder, dtype):
 def test_logprobs_are_those_of_the_models_own_logits(engine, monkeypatch):
     """Temperature, penalties and bias choose the token, but the log probabilities are the model's."""
     rows: list[torch.Tensor] = []
-    execute = engine.runner.execute
-    monkeypatch.setattr(engine.runner, "execute", lambda batch: rows.append(execute(batch)) or rows[-1])
+    forward = engine.runner.forward
+    monkeypatch.setattr(engine.runner, "forward", lambda step: rows.append(forward(step)) or rows[-1])
     params = SamplingParams(
         temperature=1.7, seed=3, max_tokens=5, ignore_eos=True, logprobs=3, repetition_penalty=1.5, logit_bias={9: 4}
     )
@@ -90,6 +93,21 @@ def test_logprobs_are_those_of_the_models_own_logits(engine, monkeypatch):
     (output,) = run(engine).values()
     assert output.outputs[0].logprobs is None
     assert output.to_dict()["outputs"][0]["logprobs"] is None
+
+
+def test_logprobs_name_their_tokens(text_engine):
+    """The sampler knows ids alone; the front end gives each its text, also in what JSON shows."""
+    script(text_engine, {"it": ABC})
+    text_engine.add_request([70], greedy(max_tokens=2, logprobs=1), "it")
+    (output,) = run(text_engine).values()
+    (choice,) = output.outputs
+    assert choice.logprobs is not None
+    assert [[(i, entry.decoded_token) for i, entry in step.items()] for step in choice.logprobs] == [
+        [(ABC[0], "a")],
+        [(ABC[1], "b")],
+    ]
+    first = output.to_dict()["outputs"][0]["logprobs"][0]
+    assert first == {str(ABC[0]): {"logprob": choice.logprobs[0][ABC[0]].logprob, "rank": 1, "decoded_token": "a"}}
 
 
 def test_logprobs_zero_is_the_sampled_token_alone(engine):
@@ -185,11 +203,17 @@ def test_a_step_without_work_does_nothing(text_engine):
     assert text_engine.step() == []
 
 
+def core_sequence(engine: LLMEngine, request: str) -> Sequence:
+    """The only sequence of a request."""
+    (choice,) = engine.requests[request].choices
+    return engine.core.scheduler.sequences[choice.number]
+
+
 STATES = {
     # what to step before the abort, and what the victim then is
-    "waiting": (1, SequenceStatus.WAITING, 0),
-    "in its prompt": (2, SequenceStatus.RUNNING, 0),
-    "decoding": (6, SequenceStatus.RUNNING, 2),
+    "waiting": (1, Status.WAITING, 0),
+    "in its prompt": (2, Status.RUNNING, 0),
+    "decoding": (6, Status.RUNNING, 2),
 }
 
 
@@ -204,8 +228,8 @@ def test_abort_in_every_state(folder, state):
     victim = built.add_request(random_ids(90, seed=9), params)
     for _ in range(steps):
         built.step()
-    (sequence,) = built.requests[victim].sequences
-    assert (sequence.status, len(sequence.output_token_ids)) == (status, count)
+    sequence = core_sequence(built, victim)
+    assert (sequence.status, len(sequence.output)) == (status, count)
     assert (0 < sequence.computed < 90) == (state == "in its prompt")
     output = built.abort(victim)
     assert output is not None
@@ -222,14 +246,14 @@ def test_abort_of_a_preempted_request(folder):
     built = small_engine(folder, max_num_seqs=2, num_gpu_blocks_override=2)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     first, last = (built.add_request(random_ids(250, seed=seed), params) for seed in (10, 11))
-    while not built.scheduler.preemptions:
+    while not built.core.scheduler.preemptions:
         built.step()
-    (sequence,) = built.requests[last].sequences
-    assert sequence.status is SequenceStatus.WAITING
-    assert sequence.holding is None
+    sequence = core_sequence(built, last)
+    assert sequence.status is Status.WAITING
+    assert (sequence.blocks, sequence.request) == ([], NONE)
     output = built.abort(last)
     assert output is not None
-    assert len(output.outputs[0].token_ids) == len(sequence.output_token_ids) > 0
+    assert len(output.outputs[0].token_ids) == len(sequence.output) > 0
     assert output.metrics is not None
     assert output.metrics.preemptions == 1
     assert len(run(built)[first].outputs[0].token_ids) == 20
@@ -244,14 +268,12 @@ def test_a_request_of_which_one_choice_is_done_can_be_aborted(text_engine):
     """The finished choice keeps its end; the other one is aborted."""
     text_engine.add_request([70], SamplingParams(n=2, max_tokens=5, temperature=0.1, stop_token_ids=[ABC[1]]), "it")
 
-    def execute(batch: Batch) -> torch.Tensor:
-        sampling = [item.sequence for item in batch.scheduled if item.samples]
-        logits = torch.zeros(len(sampling), text_engine.config.model.vocab_size)
-        for row, sequence in enumerate(sampling):
-            logits[row, ABC[len(sequence.output_token_ids) + 2 * sequence.index]] = 100.0
+    def row(sequence: Sequence) -> torch.Tensor:
+        logits = torch.zeros(text_engine.config.model.vocab_size)
+        logits[ABC[len(sequence.output) + 2 * text_engine._choices[sequence.number].index]] = 100.0
         return logits
 
-    text_engine.runner.execute = execute  # type: ignore[method-assign]
+    replace_logits(text_engine, row)
     for _ in range(2):
         text_engine.step()
     output = text_engine.abort("it")
@@ -266,18 +288,17 @@ def test_logits_that_are_no_numbers_end_one_request(folder, poison):
     built = small_engine(folder)
     prompts = [random_ids(10 + place, seed=place) for place in range(3)]
     expected = [alone(built, prompt, GREEDY) for prompt in prompts]
-    execute = built.runner.execute
+    forward = built.runner.forward
     names = [built.add_request(prompt, GREEDY) for prompt in prompts]
 
-    def broken(batch: Batch) -> torch.Tensor:
-        logits = execute(batch)
-        sampling = [item.sequence for item in batch.scheduled if item.samples]
-        for row, sequence in enumerate(sampling):
-            if sequence.request.request_id == names[1] and len(sequence.output_token_ids) == 2:
+    def broken(rows: Any) -> torch.Tensor:
+        logits = forward(rows)
+        for row, sequence in enumerate(drawing(built)):
+            if request_id(built, sequence) == names[1] and len(sequence.output) == 2:
                 logits[row, 3] = poison
         return logits
 
-    built.runner.execute = broken  # type: ignore[method-assign]
+    built.runner.forward = broken  # type: ignore[method-assign]
     outputs = run(built)
     bad = outputs[names[1]]
     assert bad.outputs[0].finish_reason == "error"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.small import ABC, EOS, greedy, run, script, small_engine, small_options, write_config, write_tokenizer
-from tetrad import LLM, ConfigError, EngineArgs, SamplingParams
+from tetrad import LLM, ConfigError, SamplingParams
 from tetrad.frontend.generation_config import FILE, GenerationConfig
 
 END = ABC[2]
@@ -60,8 +60,8 @@ def test_its_sampling_defaults_are_for_requests_that_give_none(model):
     llm = LLM(**small_options(write(model, DOCUMENT)))
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_p=0.95, top_k=0, max_tokens=7)
     seen: list[SamplingParams] = []
-    add_sequences = llm.engine._add_sequences
-    llm.engine._add_sequences = lambda request: seen.append(request.params) or add_sequences(request)  # type: ignore[method-assign]
+    sequences = llm.engine._sequences
+    llm.engine._sequences = lambda request: seen.append(request.params) or sequences(request)  # type: ignore[method-assign]
     llm.generate([5])
     llm.engine.add_request([5])
     llm.engine.add_requests([[5], [6]])

@@ -11,7 +11,8 @@ import pytest
 
 from tests.engine.small import ABC, greedy, random_ids, run, script, small_engine
 from tetrad import LLMEngine, RequestMetrics, RequestOutput, SamplingParams
-from tetrad.engine import llm_engine
+from tetrad.core import scheduler
+from tetrad.frontend import llm_engine
 
 
 class Clock:
@@ -27,7 +28,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(llm_engine, "time", made)
+    for module in (llm_engine, scheduler):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 

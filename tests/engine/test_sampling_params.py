@@ -4,8 +4,8 @@ import math
 import numpy as np
 import pytest
 
-from tetrad.frontend.sampling_params import SamplingParams, resolve_seed
 from tetrad.errors import RequestError
+from tetrad.frontend.sampling_params import SamplingParams, resolve_seed
 
 
 def test_defaults_are_the_documented_ones():

@@ -11,7 +11,6 @@ import torch
 
 from tests.tiny import tiny_config
 from tetrad import EngineArgs, LLMEngine, SamplingParams
-from tetrad.cache.block_manager import CacheCopies
 from tetrad.frontend.outputs import RequestOutput
 
 PREFIX_LENGTHS = [64, 255, 256, 257, 515]
@@ -37,7 +36,7 @@ def engine(folder: Path, **options) -> LLMEngine:
             **{"max_num_seqs": 8, "max_model_len": 1024} | options,
         )
     )
-    built.runner.caches.poison()
+    built.runner.pools.poison()
     return built
 
 
@@ -49,10 +48,10 @@ def run(built: LLMEngine) -> tuple[dict[str, RequestOutput], int]:
     outputs, computed = {}, 0
     execute = built.runner.execute
 
-    def counting(batch):
+    def counting(plan):
         nonlocal computed
-        computed += batch.tokens
-        return execute(batch)
+        computed += plan.rows
+        return execute(plan)
 
     built.runner.execute = counting  # type: ignore[method-assign]
     while built.has_unfinished_requests:
@@ -64,8 +63,9 @@ def run(built: LLMEngine) -> tuple[dict[str, RequestOutput], int]:
 
 
 def assert_everything_returned(built: LLMEngine) -> None:
-    for pool in (built.manager.blocks, built.manager.window_blocks, built.manager.state_slots):
-        assert pool.free == pool.size
+    manager = built.core.scheduler.manager
+    for pool in (manager.blocks, manager.requests):
+        assert pool.free_count == pool.size
     assert not built.requests
 
 
@@ -130,19 +130,3 @@ def test_abort_gives_back_what_stem_and_branches_hold(folder, steps):
         built.abort(name)
     assert not built.has_unfinished_requests
     assert_everything_returned(built)
-
-
-def test_a_fork_shares_full_blocks_and_copies_the_rest(folder):
-    """515 tokens are two full blocks and three tokens: one block of each kind and the state are copied."""
-    manager = engine(folder).manager
-    holding = manager.admit()
-    manager.grow(holding, 0, 515)
-    copies = CacheCopies()
-    forked = manager.fork(holding, 515, copies)
-    assert forked.blocks[:2] == holding.blocks[:2]
-    assert copies.blocks == [(holding.blocks[2], forked.blocks[2])]
-    assert copies.window_blocks == [(holding.window_blocks[2], forked.window_blocks[2])]
-    assert copies.state_slots == [(holding.state_slot, forked.state_slot)]
-    manager.release(holding)
-    manager.release(forked)
-    assert manager.blocks.free == manager.blocks.size

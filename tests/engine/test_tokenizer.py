@@ -9,8 +9,8 @@ import tokenizers
 import torch
 from tokenizers import models
 
-from tetrad.frontend.tokenizer import Tokenizer, require_tokenizer
 from tetrad.errors import ConfigError, RequestError
+from tetrad.frontend.tokenizer import Tokenizer, require_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,12 @@ import torch
 
 from tests.engine.small import small_options, write_config
 from tetrad import EngineArgs, LLMEngine
-from tetrad.engine import memory, model_runner
+from tetrad.config import memory
 from tetrad.config.engine_config import EngineConfig
 from tetrad.errors import ConfigError
 from tetrad.models.checkpoint import weight_bytes
 from tetrad.platforms import current_platform
+from tetrad.runner import model_runner
 
 GIB = 1 << 30
 

@@ -1,0 +1,1 @@
+"""The command `tetrad`: flags, streams, signals, progress. It knows everything and decides nothing."""

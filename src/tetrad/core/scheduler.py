@@ -138,9 +138,9 @@ class Scheduler:
             self.running.append(sequence)
             step.admissions.append(sequence.admission())
             if prefix is not None:
-                sequence.started = sequence.started or prefix.started
+                sequence.started = prefix.started
                 self._fork(sequence, prefix, step)
-            sequence.started = sequence.started or time.monotonic()
+            sequence.started = time.monotonic() if sequence.started is None else sequence.started
             grown = self._grow(sequence, count, step)
             assert grown, "blocks were promised by can_admit"
             step.counts[sequence.order] = (sequence, count)

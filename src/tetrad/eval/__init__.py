@@ -1,0 +1,1 @@
+"""Recall of facts: a measurement of accuracy that goes through the engine like any user."""

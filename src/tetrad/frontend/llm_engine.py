@@ -212,9 +212,13 @@ class LLMEngine:
         if request is None:
             return self._kept.pop(request_id, None)
         running = [choice for choice in request.choices if choice.finish_reason is None]
-        self.core.abort(Abort(tuple(choice.number for choice in running)))
+        now = time.monotonic()
+        for tokens in self.core.abort(Abort(tuple(choice.number for choice in running))):
+            request.note(tokens, now)
+            self._choices[tokens.number].take(tokens, self._decode_token)
         for choice in running:
-            choice.finish("abort")
+            if choice.finish_reason is None:
+                choice.finish("abort")
         self._end(request)
         return request.output()
 

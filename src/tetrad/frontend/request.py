@@ -103,7 +103,7 @@ class Request:
         return AddSequence(
             number=choice.number,
             prompt_token_ids=tuple(self.prompt_token_ids),
-            sampling=_sampling(params, tuple(sorted(ends | eos_token_ids))),
+            sampling=sampling_of(params, tuple(sorted(ends | eos_token_ids))),
             seed=seed,
             max_tokens=params.token_limit(room),
             stop_token_ids=ends if params.ignore_eos else ends | eos_token_ids,
@@ -141,8 +141,8 @@ class Request:
         )
 
 
-def _sampling(params: SamplingParams, end_token_ids: tuple[int, ...]) -> Sampling:
-    """The numbers among the parameters."""
+def sampling_of(params: SamplingParams, end_token_ids: tuple[int, ...]) -> Sampling:
+    """What the sampler needs of the parameters: the numbers among them, and the ids that end an output."""
     return Sampling(
         temperature=params.temperature,
         top_p=params.top_p,

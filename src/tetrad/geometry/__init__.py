@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tetrad.geometry.sizes import CSA_ENTRIES as CSA_ENTRIES
     from tetrad.geometry.sizes import CSA_RATIO as CSA_RATIO
     from tetrad.geometry.sizes import DRAFT_ROWS as DRAFT_ROWS
+    from tetrad.geometry.sizes import ROW_MULTIPLE as ROW_MULTIPLE
     from tetrad.geometry.sizes import blocks_for as blocks_for
     from tetrad.geometry.sizes import bucket_rows as bucket_rows
     from tetrad.geometry.sizes import ceil_div as ceil_div
@@ -47,6 +48,7 @@ _SIZES = (
     "CSA_ENTRIES",
     "CSA_RATIO",
     "DRAFT_ROWS",
+    "ROW_MULTIPLE",
     "blocks_for",
     "bucket_rows",
     "ceil_div",

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from tetrad.core.messages import Sampling
 from tetrad.runner.sampler import Sampler, SamplingRow
-from tetrad.frontend.sampling_params import SamplingParams
 from tetrad.runner.token_counts import TokenCounts
 
 
@@ -35,9 +35,7 @@ def test_counts_of_a_growing_list(beginning):
 
 def test_a_kept_row_samples_as_a_new_one():
     """The engine keeps one row per sequence for its whole life; a token not counted is penalised less."""
-    params = SamplingParams(
-        temperature=0.9, seed=5, presence_penalty=0.7, frequency_penalty=1.1, repetition_penalty=1.4, max_tokens=200
-    )
+    params = Sampling(temperature=0.9, presence_penalty=0.7, frequency_penalty=1.1, repetition_penalty=1.4)
     prompt, vocabulary = [3, 3, 40, 7], 90
     sampler = Sampler(vocabulary)
     output: list[int] = []

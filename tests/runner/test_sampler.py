@@ -1,22 +1,21 @@
+import dataclasses
 import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer as LibraryTokenizer
-from tokenizers import models
 
-from tetrad.frontend.outputs import CompletionOutput, RequestOutput
-from tetrad.runner.sampler import SampledToken, Sampler, SamplingRow, uniform
+from tetrad.frontend.request import sampling_of
 from tetrad.frontend.sampling_params import SamplingParams, resolve_seed
-from tetrad.frontend.tokenizer import Tokenizer
+from tetrad.runner.sampler import SampledToken, Sampler, SamplingRow, uniform
 
 REAL_VOCABULARY = 129280
 
 
 def row(seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **params) -> SamplingRow:
-    return SamplingRow(SamplingParams(**params), prompt, list(output), seed)
+    checked = SamplingParams(**params)
+    return SamplingRow(sampling_of(checked, tuple(sorted(checked.stop_ids))), prompt, list(output), seed)
 
 
 def tokens(results: list[SampledToken]) -> list[int]:
@@ -24,9 +23,17 @@ def tokens(results: list[SampledToken]) -> list[int]:
     return [result.token_id for result in results]
 
 
+def by_id(result: SampledToken) -> dict[int, tuple[float, int]]:
+    """(log probability, rank) of the tokens that a result tells of."""
+    assert result.logprobs is not None
+    return {token_id: (logprob, rank) for token_id, logprob, rank in result.logprobs.entries}
+
+
 def one(logits, sampling_row: SamplingRow, eos: tuple[int, ...] = ()) -> SampledToken:
     values = torch.as_tensor(logits, dtype=torch.float32)
-    return Sampler(len(values), eos).sample(values.unsqueeze(0), [sampling_row])[0]
+    ends = tuple(sorted({*sampling_row.params.end_token_ids, *eos}))
+    changed = dataclasses.replace(sampling_row, params=dataclasses.replace(sampling_row.params, end_token_ids=ends))
+    return Sampler(len(values)).sample(values.unsqueeze(0), [changed])[0]
 
 
 def distribution(logits: np.ndarray, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0) -> np.ndarray:
@@ -145,7 +152,7 @@ def test_top_p_stops_where_it_is_reached(top_p, kept):
 def test_choices_of_one_request_differ():
     params = SamplingParams(n=3, seed=11)
     logits = torch.zeros(3, 1000)
-    rows = [SamplingRow(params, [], [], resolve_seed(params, choice)) for choice in range(3)]
+    rows = [SamplingRow(sampling_of(params, ()), [], [], resolve_seed(params, choice)) for choice in range(3)]
     drawn = tokens(Sampler(1000).sample(logits, rows))
     assert len(set(drawn)) == 3
     assert drawn[0] == one(logits[0], row(seed=11, temperature=1.0)).token_id
@@ -177,7 +184,7 @@ def test_a_row_does_not_depend_on_the_others(vocabulary, count):
     logits = torch.randn(count, vocabulary, generator=generator) * 3
     rows = many_kinds(count)
     before = logits.clone()
-    sampler = Sampler(vocabulary, [0])
+    sampler = Sampler(vocabulary)
     batch = sampler.sample(logits, rows)
     assert torch.equal(logits, before)
     assert batch == [sampler.sample(logits[i : i + 1], [rows[i]])[0] for i in range(count)]
@@ -278,7 +285,7 @@ def test_min_tokens_excludes_every_end():
 def test_the_output_index_alone_moves_the_stream():
     """After preemption the outputs are part of what is recomputed; the stream must go on where it was."""
     logits = torch.zeros(1000)
-    params = SamplingParams(seed=4)
+    params = sampling_of(SamplingParams(seed=4), ())
     by_history = [one(logits, SamplingRow(params, [1], [5] * index, 4)).token_id for index in range(6)]
     by_index = [one(logits, SamplingRow(params, [1], [], 4, output_index=index)).token_id for index in range(6)]
     assert by_history == by_index
@@ -322,7 +329,7 @@ def test_tokens_that_the_model_excludes_are_never_drawn():
     rows = [row(seed, top_k=5 * (seed % 2), logprobs=4) for seed in range(200)]
     results = Sampler(50).sample(logits, rows)
     assert set(tokens(results)) == {7, 30}
-    assert all(set(result.logprobs or {}) == {7, 30} for result in results)
+    assert all(set(by_id(result)) == {7, 30} for result in results)
 
 
 def test_logprobs_are_those_of_the_raw_logits():
@@ -345,27 +352,14 @@ def test_logprobs_are_those_of_the_raw_logits():
         expected = values - values.exp().sum().log()
         order = sorted(range(97), key=lambda i: (-values[i].item(), i))
         count = number % 6
-        assert result.logprobs is not None
-        assert list(result.logprobs)[:count] == order[:count]
-        assert set(result.logprobs) == {*order[:count], result.token_id}
-        for token_id, entry in result.logprobs.items():
-            assert entry.logprob == pytest.approx(expected[token_id].item(), abs=1e-5)
-            assert entry.rank == order.index(token_id) + 1
-            assert entry.decoded_token == ""
+        found = by_id(result)
+        assert list(found)[:count] == order[:count]
+        assert set(found) == {*order[:count], result.token_id}
+        for token_id, (logprob, rank) in found.items():
+            assert logprob == pytest.approx(expected[token_id].item(), abs=1e-5)
+            assert rank == order.index(token_id) + 1
     assert one([1.0, 2.0], row()).logprobs is None
-    assert len(one([1.0, 2.0], row(logprobs=20)).logprobs or {}) == 2
-
-
-def test_logprobs_name_their_tokens():
-    tokenizer = Tokenizer(LibraryTokenizer(models.WordLevel({"zero": 0, "one": 1, "two": 2}, unk_token="zero")))
-    result = Sampler(3, tokenizer=tokenizer).sample(torch.tensor([[0.0, 5.0, 1.0]]), [row(temperature=0, logprobs=2)])[
-        0
-    ]
-    assert result.logprobs is not None
-    assert [(i, entry.decoded_token) for i, entry in result.logprobs.items()] == [(1, "one"), (2, "two")]
-    output = RequestOutput("r", None, [1], [CompletionOutput(0, "one", [1], "length", None, [result.logprobs])], True)
-    logprobs = output.to_dict()["outputs"][0]["logprobs"]
-    assert logprobs[0]["1"] == {"logprob": result.logprobs[1].logprob, "rank": 1, "decoded_token": "one"}
+    assert len(by_id(one([1.0, 2.0], row(logprobs=20)))) == 2
 
 
 def test_sizes():
