@@ -1,22 +1,21 @@
-"""Does the suite notice? Makes one mistake at a time in a copy of the package and expects the tests to fail.
+"""Does the suite notice? Makes one mistake at a time in the package and expects the tests to fail.
 
     python tests/mutations.py [--only TEXT] [--processes N]
 
-Every mistake of ``tests.mutants`` is made in a copy of its own and checked in a process of its own; the package itself
-is never touched. The unchanged copy must pass first. The exit status is 1 if a mistake survives, if its source text is
-no longer there, or if it breaks the code in a way that needs no test to be noticed (an exception, not a wrong number).
+Every mistake of ``tests.mutants`` is made and checked in a process of its own, where it replaces what the package does;
+no file is touched. The unchanged package must pass first. The exit status is 1 if a mistake survives, if what it
+replaces is no longer there, or if it breaks the code in a way that needs no test to be noticed (an exception, not a
+wrong number).
 """
 
 from __future__ import annotations
 
 import argparse
-import compileall
 import contextlib
 import gc
 import io
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,18 +26,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
 sys.path[0] = str(ROOT)
+sys.path.insert(0, str(SOURCE))
 sys.dont_write_bytecode = True
 
-# imported here because the processes that examine mutants are forks of this one: they need not import it again. The
-# package itself must not be among it
-import numpy  # noqa: E402, F401
+# imported here because the processes that examine mutants are forks of this one: they need not import it again
 import pytest  # noqa: E402
-import safetensors.torch  # noqa: E402, F401
 import torch  # noqa: E402
 
-from tests.mutants import MUTANTS, Mutant  # noqa: E402
+from tests.mutants import CONTROLS, MUTANTS, Mutant  # noqa: E402
 from tests.mutants.mutant import StaleError  # noqa: E402
+from tests.oracle_subset import CHECKS  # noqa: E402
 
 SECONDS_PER_MUTANT = 60
 
@@ -53,20 +52,8 @@ class Outcome:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A mutant to examine in the folder ``where``, made from the package in ``source``."""
-
-    mutant: Mutant
-    where: Path
-    source: Path
-    oracle: Path
-
-
 def check_subset(oracle: Path) -> Outcome:
-    """Run the oracle subset on the package that is first on the path."""
-    from tests.oracle_subset import CHECKS
-
+    """Run the oracle subset."""
     for check in CHECKS:
         try:
             check(oracle)
@@ -90,7 +77,7 @@ class FirstFailure:
 
 
 def check_tests(names: tuple[str, ...]) -> Outcome:
-    """Run tests by name on the package that is first on the path."""
+    """Run tests by name."""
     plugin, output = FirstFailure(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *names], plugins=[plugin])
@@ -100,29 +87,24 @@ def check_tests(names: tuple[str, ...]) -> Outcome:
     return plugin.outcome
 
 
-def examine(job: Job) -> Outcome:
-    """In a process of its own: copy the package, make the mistake, run what must notice it."""
-    start = time.monotonic()
-    package = job.where / "tetrad"
-    shutil.copytree(job.source, package)
+JOBS: list[Mutant] = []
+"""What there is to examine: known to forks, where it could not be sent."""
+
+
+def examine(number: int, oracle: Path) -> Outcome:
+    """In a process of its own: make the mistake, run what must notice it."""
+    mutant, start = JOBS[number], time.monotonic()
     signal.alarm(SECONDS_PER_MUTANT)
     try:
-        for edit in job.mutant.edits:
-            edit.apply(package)
-        os.chdir(ROOT)
-        sys.path.insert(0, str(job.where))
-        import tetrad
-
-        if Path(str(tetrad.__file__)).parent != package:
-            return Outcome("broken", "set-up", f"the package came from {tetrad.__file__}")
-        outcome = check_tests(job.mutant.tests) if job.mutant.tests else check_subset(job.oracle)
+        for patch in mutant.patches:
+            patch.apply()
+        outcome = check_tests(mutant.tests) if mutant.tests else check_subset(oracle)
     except StaleError as error:
         outcome = Outcome("stale", "set-up", str(error))
     except Exception as error:
         outcome = Outcome("broken", type(error).__name__, str(error).partition("\n")[0])
     finally:
         signal.alarm(0)
-        shutil.rmtree(job.where)
     return replace(outcome, seconds=time.monotonic() - start)
 
 
@@ -131,9 +113,9 @@ def time_out(signum: int, frame: Any) -> None:
     raise TimeoutError(f"not done after {SECONDS_PER_MUTANT} s")
 
 
-def ask_oracle(source: Path, oracle: Path) -> None:
+def ask_oracle(oracle: Path) -> None:
     """Let transformers, in a process of its own, write what the mutants are compared with."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(source.parent), str(ROOT)))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(SOURCE), str(ROOT)))}
     command = [sys.executable, "-m", "tests.oracle_subset", str(oracle)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -146,23 +128,20 @@ def run(mutants: list[Mutant], processes: int) -> list[Outcome]:
     unchanged = [Mutant("unchanged: the oracle subset", ())]
     if tests:
         unchanged.append(Mutant("unchanged: the tests that mutants name", (), tests))
+    unchanged += [replace(control, name=f"unchanged: {control.name}") for control in CONTROLS]
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="tetrad-mutations-") as scratch:
-        folder = Path(scratch)
-        # a snapshot, since the package may be edited while this runs
-        source, oracle = folder / "source" / "tetrad", folder / "oracle"
-        shutil.copytree(ROOT / "src" / "tetrad", source, ignore=shutil.ignore_patterns("__pycache__"))
-        compileall.compile_dir(source, quiet=2)
-        ask_oracle(source, oracle)
-        jobs = [Job(mutant, folder / str(n), source, oracle) for n, mutant in enumerate([*unchanged, *mutants])]
+        oracle = Path(scratch)
+        ask_oracle(oracle)
+        JOBS[:] = [*unchanged, *mutants]
         with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
-            waiting = [pool.apply_async(examine, (job,)) for job in jobs]
-            for number, (job, result) in enumerate(zip(jobs, waiting, strict=True)):
+            waiting = [pool.apply_async(examine, (number, oracle)) for number in range(len(JOBS))]
+            for number, (job, result) in enumerate(zip(JOBS, waiting, strict=True)):
                 try:
                     outcome = result.get(timeout=2 * SECONDS_PER_MUTANT)
                 except multiprocessing.TimeoutError:  # its process died
                     outcome = Outcome("broken", "set-up", "no answer")
-                print(f"{outcome.status:9}{job.mutant.name:70}{outcome.by}: {outcome.line}".rstrip(": "), flush=True)
+                print(f"{outcome.status:9}{job.name:70}{outcome.by}: {outcome.line}".rstrip(": "), flush=True)
                 if number >= len(unchanged):
                     outcomes.append(outcome)
                 elif outcome.status != "survived":

@@ -15,6 +15,7 @@ from tetrad.geometry import (
     BLOCK_SIZE,
     CSA_ENTRIES,
     CSA_RATIO,
+    DRAFT_ROWS,
     PAGE_ALIGNMENT,
     IndexDtype,
     IndexLayout,
@@ -23,16 +24,17 @@ from tetrad.geometry import (
     blocks_for,
     ceil_div,
     check_block_size,
+    compressor_ring,
     data_rows,
     element_dtype,
     entry_slots,
-    first_window_block,
     page_stride,
+    pooled_tokens,
     ring_slots,
     scale_rows,
     split_slots,
-    state_ring,
-    window_blocks_bound,
+    width_blocks,
+    window_ring,
 )
 
 
@@ -180,10 +182,34 @@ def test_addresses_beyond_two_to_the_31():
 
 
 def test_ring_slots():
-    """Two blocks of 4 where blocks overlap (CSA), one of the ratio otherwise."""
-    assert (state_ring(4), state_ring(16), state_ring(128), state_ring(256)) == (8, 16, 128, 256)
+    """A request's places lie together, and positions go round in them."""
     position = torch.arange(15, 19)
     assert ring_slots(torch.tensor(3), position, 8).tolist() == [31, 24, 25, 26]
+    assert ring_slots(torch.tensor([0, 2], dtype=torch.int32), torch.tensor([7, 8]), 5).tolist() == [2, 13]
+
+
+# ---- rings ----
+
+
+def test_what_an_entry_pools():
+    """Two groups of 4 where they overlap (CSA), one of the ratio otherwise; a ring has room for the drafts as well."""
+    assert [pooled_tokens(ratio) for ratio in (4, 16, 128, 256)] == [8, 16, 128, 256]
+    assert [compressor_ring(ratio) for ratio in (4, 16, 128, 256)] == [16, 24, 136, 264]
+
+
+@given(st.integers(1, 256), st.integers(0, 1000), st.integers(0, DRAFT_ROWS))
+def test_a_ring_keeps_what_accepted_rows_read(window, position, drafts):
+    """A step writes the row at ``position`` and all its drafts before any of them reads, and may reject every draft.
+
+    Nothing that one of these rows sees is overwritten, so neither is what the next step sees from ``position`` on.
+    """
+    for ring, seen in ((window_ring(window), window), (compressor_ring(4), 8), (compressor_ring(128), 128)):
+        last = position + drafts
+        held = {place % ring: place for place in range(max(0, last - ring + 1), last + 1)}
+        for row in range(position, last + 1):
+            assert all(held[place % ring] == place for place in range(max(0, row - seen + 1), row + 1))
+    assert window_ring(window) % 8 == 0
+    assert window_ring(window) - window - DRAFT_ROWS in range(8)
 
 
 # ---- how many blocks ----
@@ -200,33 +226,13 @@ def test_ceil_div_is_exact_where_floats_are_not():
     assert ceil_div(2**60 + 1, 2) == 2**59 + 1
 
 
-@given(st.integers(0, 5000), st.integers(1, 256))
-def test_first_window_block(position, window):
-    """The block of the first position that the query sees; it never goes back as the query goes on."""
-    first = first_window_block(position, window)
-    seen = range(max(0, position - window + 1), position + 1)
-    assert first == min(place // 256 for place in seen)
-    assert first_window_block(position + 1, window) >= first
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 700)), min_size=1, max_size=8),
-    st.integers(1, 256),
-    st.integers(0, 3),
+@pytest.mark.parametrize(
+    ("tokens", "width"),
+    [(0, 1), (1, 1), (256, 1), (257, 2), (512, 2), (513, 4), (1024, 4), (1025, 8), (1 << 20, 4096)],
 )
-def test_window_blocks_suffice(requests, window, idle):
-    """Requests at any position with any number of new tokens: what they hold together is within the bound."""
-    tokens = sum(count for _, count in requests)
-    held = 0
-    for start, count in requests:
-        held += blocks_for(start + count) - first_window_block(start, window)
-    assert held <= window_blocks_bound(len(requests) + idle, max(tokens, 1), window)
-
-
-def test_window_blocks_are_not_far_too_many():
-    """256 sequences of the released model: three blocks each, and what the tokens of one step need."""
-    assert window_blocks_bound(256, 8192, 128) == 256 * 3 + 32
-    assert window_blocks_bound(1, 1, 1) == 3
+def test_width_blocks(tokens, width):
+    """Buckets are powers of two, so that few shapes serve every length."""
+    assert width_blocks(tokens) == width
 
 
 def test_other_block_sizes():

@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from tetrad.models.attention import Attention
+from tetrad.models.attention import Attention, CsaAttention, HcaAttention
 from tetrad.models.compressor import Compressor
-from tetrad.models.config import LayerKind, ModelConfig
+from tetrad.models.config import ModelConfig
 
 
 def fp8_rounded(x: Tensor, group: int) -> Tensor:
@@ -72,10 +72,9 @@ def compressed_keys(config: ModelConfig, compressor: Compressor, x: Tensor, freq
 
 
 def chosen_entries(
-    config: ModelConfig, layer: Attention, x: Tensor, q_latent: Tensor, frequencies: Tensor, quant: bool = False
+    config: ModelConfig, layer: CsaAttention, x: Tensor, q_latent: Tensor, frequencies: Tensor, quant: bool = False
 ) -> list[list[int]]:
     """The index entries of every position. (Query and key are not turned by Hadamard here: it cancels.)"""
-    assert layer.indexer is not None
     indexer = layer.indexer
     source = fp8_rounded(q_latent, 128) if quant else q_latent
     query = (source @ indexer.wq_b.weight.double().T).unflatten(1, (indexer.heads, indexer.head_dim))
@@ -114,11 +113,11 @@ def attention(
     query = rotate(query, positions, frequencies)
     window = stored(rotate(rms_norm(linear("wkv", x), layer.kv_norm.weight, eps), positions, frequencies))
     compressed, choice = window[:0], [[] for _ in range(len(x))]
-    if layer.compressor is not None:
+    if isinstance(layer, (CsaAttention, HcaAttention)):
         compressed = stored(compressed_keys(config, layer.compressor, x, frequencies))
         ratio = layer.compressor.ratio
         choice = [list(range((position + 1) // ratio)) for position in range(len(x))]
-    if layer.kind is LayerKind.CSA:
+    if isinstance(layer, CsaAttention):
         choice = chosen_entries(config, layer, x, q_latent, frequencies, "indexer.wq_b" in quant.split())
 
     outputs = []

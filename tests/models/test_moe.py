@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from tests.models import formulas
+from tests.models.steps import Segment, block_tables, padded, step_rows
 from tests.row_splits import ROWS, assert_row_invariant
 from tests.tiny import tiny_config
 from torch import Tensor
@@ -45,6 +46,16 @@ def inputs(config: ModelConfig, rows: int = 23) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(8)
     x = torch.randn(rows, config.hidden_size, generator=generator) * 1.5
     return x, torch.randint(0, config.vocab_size, (rows,), generator=generator)
+
+
+ALL = torch.ones(64, dtype=torch.bool)
+
+
+def run(moe: MoE, x: Tensor, ids: Tensor) -> Tensor:
+    """The layer over a step of these rows alone; NaN in the padding behind them reaches nothing."""
+    rows = step_rows([Segment(0, 0, len(x))], block_tables(1, len(x)))
+    rows.token[: len(x)] = ids
+    return moe(padded(x, rows), rows)[: len(x)]
 
 
 def routing(config: ModelConfig, gate: Gate, x: Tensor, token: int) -> dict[int, float]:
@@ -139,14 +150,14 @@ def test_moe(hashed):
     """Routed and shared experts, all clamped, against a loop over tokens."""
     config, moe = make_moe(hashed)
     x, ids = inputs(config)
-    torch.testing.assert_close(moe(x, ids).double(), formula(config, moe, x, ids), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(moe, x, ids).double(), formula(config, moe, x, ids), rtol=1e-5, atol=1e-5)
 
 
 def test_moe_in_bf16_adds_in_fp32():
     """Routed experts are added up in fp32 and rounded once, together with the shared one."""
     config, moe = make_moe(False, torch.bfloat16)
     x, ids = (value.bfloat16() if value.is_floating_point() else value for value in inputs(config))
-    got = moe(x, ids)
+    got = run(moe, x, ids)
     assert got.dtype == torch.bfloat16
     # every expert's output is rounded to bf16, and so are g, u and the input of w2
     weights, experts = moe.gate(x, ids)
@@ -166,8 +177,8 @@ def test_order_of_the_picks():
     config, moe = make_moe(False)
     x, ids = inputs(config)
     weights, experts = moe.gate(x, ids)
-    expected = moe.experts(x, weights, experts)
-    assert torch.equal(moe.experts(x, weights.flip(1), experts.flip(1)), expected)
+    expected = moe.experts(x, weights, experts, ALL[: len(x)])
+    assert torch.equal(moe.experts(x, weights.flip(1), experts.flip(1), ALL[: len(x)]), expected)
 
 
 def test_experts_without_tokens_and_with_all():
@@ -177,7 +188,26 @@ def test_experts_without_tokens_and_with_all():
     moe.gate.tid2eid.copy_(torch.tensor([6, 0, 3]).expand_as(moe.gate.tid2eid))
     x, ids = inputs(config)
     moe.experts.w1[[1, 2, 4, 5]] = float("nan")
-    torch.testing.assert_close(moe(x, ids).double(), formula(config, moe, x, ids), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(moe, x, ids).double(), formula(config, moe, x, ids), rtol=1e-5, atol=1e-5)
+
+
+def test_padding_calls_no_expert():
+    """Rows without a request give zeros although their input, and so their routing weights, are NaN.
+
+    Nor do they change a bit of the rows beside them; a step of padding alone is nothing special.
+    """
+    config, moe = make_moe(False)
+    x, ids = inputs(config, 13)
+    weights, experts = moe.gate(x, ids)
+    real = torch.arange(13) % 3 > 0
+    expected = moe.experts(x[real], weights[real], experts[real], ALL[: int(real.sum())])
+    for values in (x, weights):
+        values[~real] = float("nan")
+    experts[~real] = 6
+    got = moe.experts(x, weights, experts, real)
+    assert torch.equal(got[real], expected)
+    assert not got[~real].any()
+    assert not moe.experts(x, weights, experts, ~ALL[:13]).any()
 
 
 @pytest.mark.parametrize("hashed", [False, True])
@@ -185,7 +215,7 @@ def test_linear_activation_quant(hashed):
     """DeepSeek rounds the input of every w1, w3 and w2 to FP8, that of w2 after the routing weight; not the gate's."""
     config, moe = make_moe(hashed, quant=ActivationQuant.FP8)
     x, ids = inputs(config)
-    got = moe(x, ids).double()
+    got = run(moe, x, ids).double()
     expected = formula(config, moe, x, ids, "weighted")
 
     def relative(other: Tensor) -> float:
@@ -217,4 +247,4 @@ def test_rows_do_not_depend_on_each_other(hashed, dtype, quant):
     """How many tokens an expert gets depends on the whole step; what one of them gets back must not."""
     config, moe = make_moe(hashed, dtype, quant)
     x, ids = inputs(config, ROWS)
-    assert_row_invariant(moe, x.to(dtype), ids)
+    assert_row_invariant(lambda x, ids: run(moe, x, ids), x.to(dtype), ids)

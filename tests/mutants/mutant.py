@@ -1,36 +1,68 @@
-"""One mistake, as a change of source text."""
+"""One mistake, as behaviour that is replaced at run time."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import cache_from_source
-from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
 
 
 class StaleError(Exception):
-    """A mutant's source text does not stand exactly once in the package."""
+    """What a mutant replaces is not there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Edit:
-    """``old``, which must stand exactly once in a file of the package, becomes ``new``."""
+class Patch:
+    """``target``, "module:name" or "module:Class.name", becomes ``make`` of what it was.
 
-    file: str
-    old: str
-    new: str
+    Only where the target says: a function that another module has imported is patched there, in the module that uses
+    it. ``everywhere``: also in every module of the package that has imported the same thing under the same name.
+    """
 
-    def apply(self, package: Path) -> None:
-        """Change the file in ``package``.
+    target: str
+    make: Callable[[Any], Any]
+    everywhere: bool = False
 
-        :raises StaleError: if ``old`` is not there, or not once
+    def apply(self) -> None:
+        """Replace it, for the rest of the process.
+
+        :raises StaleError: if the target is not there
         """
-        path = package / self.file
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if text.count(self.old) != 1:
-            raise StaleError(f"{self.file} holds {text.count(self.old)} times, not once: {self.old}")
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
-        # compiled code that came along with the copy may look as new as the change
-        Path(cache_from_source(path)).unlink(missing_ok=True)
+        owner, name = self._find()
+        raw, original = vars(owner)[name], getattr(owner, name)
+        wrong = self.make(original)
+        if isinstance(raw, (classmethod, staticmethod)):
+            wrong = staticmethod(wrong)
+        holders = [owner]
+        if self.everywhere:
+            package = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "tetrad"]
+            holders += [module for module in package if vars(module).get(name) is raw]
+        for holder in holders:
+            setattr(holder, name, wrong)
+
+    def _find(self) -> tuple[Any, str]:
+        """(what has the target as an attribute of its own, the attribute's name)."""
+        module, _, path = self.target.partition(":")
+        *owners, name = path.split(".")
+        try:
+            owner: Any = importlib.import_module(module)
+            for part in owners:
+                owner = getattr(owner, part)
+        except (ImportError, AttributeError) as error:
+            raise StaleError(f"{self.target}: {error}") from error
+        if name not in vars(owner):
+            raise StaleError(f"{self.target} is not there")
+        return owner, name
+
+
+def everywhere(target: str, make: Callable[[Any], Any]) -> Patch:
+    """A patch of a function, or constant, that other modules have imported."""
+    return Patch(target, make, everywhere=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +70,21 @@ class Mutant:
     """One mistake. ``tests`` are pytest's names of the tests that must see it; none means the oracle subset."""
 
     name: str
-    edits: tuple[Edit, ...]
+    patches: tuple[Patch, ...]
     tests: tuple[str, ...] = ()
 
 
-def mutant(name: str, *places: str, test: str | None = None) -> Mutant:
-    """``places``: file, old and new of every edit, one after the other."""
-    edits = tuple(Edit(*places[start : start + 3]) for start in range(0, len(places), 3))
-    return Mutant(name, edits, (test,) if test else ())
+def mutant(name: str, *patches: Patch, test: str | None = None) -> Mutant:
+    """A mistake of one or several patches."""
+    return Mutant(name, patches, (test,) if test else ())
+
+
+@contextlib.contextmanager
+def holding(parameter: nn.Parameter, value: Tensor) -> Iterator[None]:
+    """The parameter has another value for a while."""
+    before = parameter.data
+    parameter.data = value
+    try:
+        yield
+    finally:
+        parameter.data = before

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.ops.indexer_cases import make_case
 
-from tetrad.geometry import IndexLayout, KVLayout
+from tetrad.geometry import IndexLayout, KVLayout, PagedKV
 from tetrad.ops import (
     checked,
     index_topk,
@@ -20,7 +20,7 @@ from tetrad.ops import (
     write_index_keys,
 )
 from tetrad.ops.index_keys import read_index_keys
-from tetrad.ops.kv_entries import read_kv_entries, write_kv_entries
+from tetrad.ops.kv_entries import copy_kv_entries, read_kv_entries, write_kv_entries
 
 NAMES = ("q", "q_scale", "weights", "cache", "block_tables", "row_request", "visible_end")
 INT32 = torch.int32
@@ -116,21 +116,46 @@ def test_the_other_ops():
         topk_indices(torch.zeros(1, 5), end, 2)
 
 
-@pytest.mark.parametrize("cache", ["index", "kv"])
+def index_cache():
+    """(write, read) of a cache of 128 slots."""
+    layout = IndexLayout("fp4", 32)
+    pages = torch.zeros((2, layout.page_bytes), dtype=torch.uint8)
+    return lambda keys, slots: write_index_keys(keys, pages, slots, layout), lambda s: read_index_keys(pages, s, layout)
+
+
+def kv_cache():
+    layout = KVLayout("fp8", 64, 24, 8)
+    cache = PagedKV(torch.zeros((2, layout.page_bytes), dtype=torch.uint8), layout)
+    return (
+        lambda keys, slots: write_kv_entries(keys, cache, slots),
+        lambda slots: read_kv_entries(cache, slots, torch.float32),
+    )
+
+
+@pytest.mark.parametrize("cache", [index_cache, kv_cache])
 def test_slots(cache):
-    layout = IndexLayout("fp4", 32) if cache == "index" else KVLayout("fp8", 64, 24, 8)
-    write, read = (write_index_keys, read_index_keys) if cache == "index" else (write_kv_entries, read_kv_entries)
-    rest = () if cache == "index" else (torch.float32,)
-    pages, keys = torch.zeros((2, layout.page_bytes), dtype=torch.uint8), torch.zeros(3, 32)
+    (write, read), keys = cache(), torch.zeros(3, 32)
     with checked():
-        write(keys, pages, torch.tensor([127, -1, -1]), layout)
-        read(pages, torch.tensor([[5, 5, -1]]), layout, *rest)
+        write(keys, torch.tensor([127, -1, -1]))
+        read(torch.tensor([[5, 5, -1]]))
         with pytest.raises(IndexError, match=r"slots\[1\] is 128, but the pages have slots 0 to 127"):
-            write(keys, pages, torch.tensor([0, 128, -1]), layout)
+            write(keys, torch.tensor([0, 128, -1]))
         with pytest.raises(IndexError, match=r"slots\[2\] is 999, but the pages have slots 0 to 127"):
-            read(pages, torch.tensor([[0, 1, 999]]), layout, *rest)
+            read(torch.tensor([[0, 1, 999]]))
         with pytest.raises(ValueError, match="slots names slot 7 more than once"):
-            write(keys, pages, torch.tensor([7, 3, 7]), layout)
+            write(keys, torch.tensor([7, 3, 7]))
+
+
+def test_slots_of_copies():
+    """A source may be copied twice; two entries must not arrive at one slot."""
+    layout = KVLayout("fp8", 64, 24, 8)
+    cache = PagedKV(torch.zeros((2, layout.page_bytes), dtype=torch.uint8), layout)
+    with checked():
+        copy_kv_entries(cache, torch.tensor([5, 5, -1]), torch.tensor([127, 6, -1]))
+        with pytest.raises(IndexError, match=r"sources\[1\] is 128, but the pages have slots 0 to 127"):
+            copy_kv_entries(cache, torch.tensor([0, 128]), torch.tensor([1, 2]))
+        with pytest.raises(ValueError, match="targets names slot 7 more than once"):
+            copy_kv_entries(cache, torch.tensor([0, 1]), torch.tensor([7, 7]))
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,14 @@ import tetrad
 from tetrad import geometry, ops
 from tetrad.errors import ConfigError
 from tetrad.formats import e8m0, fp8, hadamard, mxfp4
-from tetrad.geometry import IndexDtype, IndexLayout, KVDtype, KVLayout
+from tetrad.geometry import IndexDtype, IndexLayout, KVDtype, KVLayout, PagedKV
 from tetrad.ops import backends, compress, forced_backends, index_keys, kv_entries, rotary
 from tetrad.platforms import current_platform
 
 INT32, UINT8 = torch.int32, torch.uint8
 LAYOUT, KV = IndexLayout("fp4", 32), KVLayout("fp8", 64, 6, 2)
 PAGES, KV_PAGES = torch.zeros((2, LAYOUT.page_bytes), dtype=UINT8), torch.zeros((2, KV.page_bytes), dtype=UINT8)
+KV_CACHE = PagedKV(KV_PAGES, KV)
 SLOTS, INTEGERS = torch.arange(2), torch.zeros(2, dtype=INT32)
 ANGLES = {"cos": torch.ones(2, 4), "sin": torch.zeros(2, 4)}
 POOLED = {"pooled": torch.ones(2, 32), "norm_weight": torch.ones(32), "eps": 1e-6, **ANGLES, "dtype": torch.float32}
@@ -70,20 +71,26 @@ CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     ops.checked: {},
     index_keys.index_key_vectors: POOLED,
     index_keys.read_index_keys: {"pages": PAGES, "slots": SLOTS, "layout": LAYOUT},
-    kv_entries.write_kv_entries: {"values": torch.ones(2, 8), "pages": KV_PAGES, "slots": SLOTS, "layout": KV},
-    kv_entries.read_kv_entries: {"pages": KV_PAGES, "slots": SLOTS, "layout": KV, "dtype": torch.float32},
+    kv_entries.write_kv_entries: {"values": torch.ones(2, 8), "cache": KV_CACHE, "slots": SLOTS},
+    kv_entries.write_pooled_kv_entries: POOLED
+    | {"pooled": torch.ones(2, 8), "norm_weight": torch.ones(8), "cache": KV_CACHE, "slots": SLOTS},
+    kv_entries.copy_kv_entries: {"cache": KV_CACHE, "sources": SLOTS, "targets": SLOTS},
+    kv_entries.read_kv_entries: {"cache": KV_CACHE, "slots": SLOTS, "dtype": torch.float32},
     compress.compress: {
         "step": torch.ones(2, 2, 4),
-        "state": torch.ones(3, 2, 4),
-        "source_rows": torch.zeros((1, 2), dtype=torch.int64),
-        "source_places": torch.zeros((1, 2), dtype=torch.int64),
+        "state": torch.ones(3, 8, 2, 4),
+        "row_request": INTEGERS,
+        "position": SLOTS,
+        "first": SLOTS,
+        "ratio": 4,
         "overlap": True,
     },
     compress.update_state: {
         "step": torch.ones(2, 2, 4),
-        "state": torch.ones(3, 2, 4),
-        "rows": SLOTS,
-        "places": SLOTS,
+        "state": torch.ones(3, 8, 2, 4),
+        "slots": SLOTS,
+        "checkpoints": torch.ones(1, 4, 2, 4),
+        "checkpoint_slots": SLOTS,
     },
     rotary.apply_rotary: {"x": torch.ones(2, 32), **ANGLES, "inverse": False},
     backends.Problem: {"dtype": "fp4", "head_dim": 32, "heads": 1},
@@ -107,11 +114,16 @@ CALLS: dict[Callable[..., Any], dict[str, Any]] = {
         "entries_per_block": 64,
     },
     geometry.split_slots: {"slots": SLOTS, "layout": LAYOUT},
-    geometry.ring_slots: {"state_slot": SLOTS, "position": SLOTS, "ring": 8},
-    geometry.state_ring: {"ratio": 4},
+    geometry.ring_slots: {"request": SLOTS, "position": SLOTS, "ring": 8},
+    geometry.check_paged: {"cache": KV_CACHE},
+    geometry.PagedKV: {"pages": KV_PAGES, "layout": KV},
+    geometry.PagedIndex: {"pages": PAGES, "layout": LAYOUT},
+    geometry.window_ring: {"window": 128},
+    geometry.pooled_tokens: {"ratio": 4},
+    geometry.compressor_ring: {"ratio": 4},
     geometry.blocks_for: {"tokens": 700},
-    geometry.first_window_block: {"position": 300, "window": 128},
-    geometry.window_blocks_bound: {"max_num_seqs": 4, "max_num_batched_tokens": 512, "window": 128},
+    geometry.width_blocks: {"tokens": 700},
+    geometry.bucket_rows: {"rows": 9, "device_type": "cpu", "chunks": False},
     geometry.check_block_size: {"block_size": 256},
     # formats
     e8m0.as_bytes: {"scales": torch.zeros(2, dtype=UINT8)},
@@ -176,6 +188,9 @@ SENSIBLE = {
     "ring": (3,),
     "ratio": (3,),
     "tokens": (3, 0),
+    # of the device only "cpu" matters, and of the switch only whether it is true
+    "device_type": NONSENSE,
+    "chunks": NONSENSE,
     "position": (3, 0),
     "window": (3,),
     "max_num_seqs": (3, 0),
@@ -295,7 +310,8 @@ def test_what_cannot_be_a_layout(make, message):
         (lambda: IndexLayout("fp4", 128, hadamard=1), "hadamard must be True or False; got 1"),
         (lambda: ops.write_index_keys(torch.ones(2, 32), PAGES, SLOTS, "fp4"), "layout must be an IndexLayout"),
         (lambda: ops.write_index_keys(torch.ones(2, 32), PAGES, SLOTS, KV), "IndexLayout.*; got KVLayout"),
-        (lambda: kv_entries.write_kv_entries(torch.ones(2, 8), KV_PAGES, SLOTS, LAYOUT), "a KVLayout.*got IndexLayout"),
+        (lambda: kv_entries.write_kv_entries(torch.ones(2, 8), KV_PAGES, SLOTS), "cache must be PagedKV.*got Tensor"),
+        (lambda: PagedKV(KV_PAGES, LAYOUT), "a KVLayout.*got IndexLayout"),
         (lambda: e8m0.decode(torch.zeros(2, dtype=UINT8), "bf16"), "torch.bfloat16 or torch.float16; dtype is 'bf16'"),
         (lambda: fp8.quantize_blocks(torch.ones(4, 4), 128), r"block must be .* such as \(128, 128\); got 128"),
         (lambda: backends.choose_backend("topk_indices", "cpu", backends.Problem()), "must be a Platform.*got 'cpu'"),

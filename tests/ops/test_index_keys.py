@@ -130,6 +130,12 @@ def test_pooled_keys_are_made_and_stored(dtype, compute, hadamard):
     write_index_keys(keys, expected, slots, layout)
     assert torch.equal(memory, expected_memory)
     assert not torch.equal(memory, guarded_pages(layout, 2, 80)[1])
+    # rows that complete no entry are padding, or hold anything
+    for values in (pooled, *cos_sin):
+        values[slots < 0] = float("nan")
+    write_pooled_index_keys(pooled, weight, 1e-3, *cos_sin, compute, pages, slots, layout)
+    write_index_keys(keys.masked_fill((slots < 0).unsqueeze(1), float("nan")), expected, slots, layout)
+    assert torch.equal(memory, expected_memory)
 
 
 @pytest.mark.parametrize("dtype", ["fp4", "fp8"])

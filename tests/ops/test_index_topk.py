@@ -90,6 +90,17 @@ def test_equals_the_two_ops(dtype, budget):
     assert torch.equal(index_topk(*case.arguments, 50, width=case.width, logits_budget_bytes=budget), expected)
 
 
+def test_padding_chooses_nothing():
+    """Rows of request -1 may hold NaN in all that is theirs; the rows beside them choose what they chose before."""
+    case = make_case("fp32", 4, 32, ENDS, padding=3)
+    expected = index_topk(*case.arguments, 50, width=case.width)
+    padding = case.row_request < 0
+    assert (expected[padding] == -1).all()
+    case.q[padding] = float("nan")
+    case.weights[padding] = float("nan")
+    assert torch.equal(index_topk(*case.arguments, 50, width=case.width), expected)
+
+
 def test_chooses_what_scores_best_in_fp64():
     """Against the oracle: no chosen entry scores less than one that was left out, beyond rounding."""
     case = make_case("fp4", 32, 128, ENDS, spread=1)

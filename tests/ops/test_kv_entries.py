@@ -9,8 +9,10 @@ import pytest
 import torch
 from tests.ops.indexer_cases import decode_e4m3
 
-from tetrad.geometry import KVDtype, KVLayout
-from tetrad.ops.kv_entries import read_kv_entries, write_kv_entries
+from tetrad.geometry import KVDtype, KVLayout, PagedKV
+from tetrad.ops.kv_entries import copy_kv_entries, read_kv_entries, write_kv_entries, write_pooled_kv_entries
+from tetrad.ops.rotary import apply_rotary
+from tetrad.ops.row_invariant import rms_norm
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -77,7 +79,8 @@ def test_every_byte_of_a_page(layout, compute, extra):
     slots = torch.tensor([last, 0, -1, layout.entries, layout.entries + 1, -9])
     values = torch.randn(6, layout.head_dim) * torch.tensor([1.0, 1e-3, 1, 300, 0, 1]).unsqueeze(1)
     values = values.to(compute)
-    write_kv_entries(values, pages, slots, layout)
+    values[slots < 0] = float("nan")
+    write_kv_entries(values, PagedKV(pages, layout), slots)
     written, base = np.zeros(memory.numel(), bool), memory.data_ptr()
     for value, slot in zip(values, slots.tolist(), strict=True):
         if slot < 0:
@@ -111,9 +114,9 @@ def test_read_gives_what_was_stored(layout, dtype):
     """Any shape of slots; a negative slot gives zeros although the first page is full of NaN."""
     pages, _ = guarded_pages(layout, 5, 16)
     slots = torch.randperm(4 * layout.entries)[:7] + layout.entries
-    write_kv_entries(torch.randn(7, layout.head_dim), pages, slots, layout)
+    write_kv_entries(torch.randn(7, layout.head_dim), PagedKV(pages, layout), slots)
     asked = torch.cat((slots, torch.tensor([-1]))).view(2, 4)
-    got = read_kv_entries(pages, asked, layout, dtype)
+    got = read_kv_entries(PagedKV(pages, layout), asked, dtype)
     assert got.shape == (2, 4, layout.head_dim)
     assert got.dtype == dtype
     got = got.view(8, -1)
@@ -121,7 +124,7 @@ def test_read_gives_what_was_stored(layout, dtype):
         exact = np.concatenate(decode(*entry_bytes(pages, slot, layout), layout))
         assert torch.equal(got[row], torch.from_numpy(exact).to(dtype)), f"slot {slot}"
     assert (got[7] == 0).all()
-    single = read_kv_entries(pages, slots[3], layout, dtype)
+    single = read_kv_entries(PagedKV(pages, layout), slots[3], dtype)
     assert torch.equal(single, got[3])
 
 
@@ -131,8 +134,8 @@ def test_unquantised_entries_keep_every_bit():
         layout = LAYOUTS[name]
         pages, _ = guarded_pages(layout, 3, 0)
         values = torch.randn(6, layout.head_dim).to(dtype)
-        write_kv_entries(values, pages, torch.arange(6), layout)
-        assert torch.equal(read_kv_entries(pages, torch.arange(6), layout, dtype), values)
+        write_kv_entries(values, PagedKV(pages, layout), torch.arange(6))
+        assert torch.equal(read_kv_entries(PagedKV(pages, layout), torch.arange(6), dtype), values)
 
 
 def test_an_entry_is_stored_alike_in_any_company(layout):
@@ -140,18 +143,22 @@ def test_an_entry_is_stored_alike_in_any_company(layout):
     count = 4 * layout.entries - 1
     values = torch.randn(count, layout.head_dim)
     whole, parts = (torch.zeros(4, layout.page_bytes, dtype=torch.uint8) for _ in range(2))
-    write_kv_entries(values, whole, torch.arange(count), layout)
+    write_kv_entries(values, PagedKV(whole, layout), torch.arange(count))
     for start, end in ((0, 1), (1, 3), (3, count)):
-        write_kv_entries(values[start:end], parts, torch.arange(start, end), layout)
+        write_kv_entries(values[start:end], PagedKV(parts, layout), torch.arange(start, end))
     assert torch.equal(whole, parts)
 
 
 def test_nothing_to_write(layout):
     pages, memory = guarded_pages(layout, 2, 0)
-    write_kv_entries(torch.randn(0, layout.head_dim), pages, torch.zeros(0, dtype=torch.int64), layout)
-    write_kv_entries(torch.randn(2, layout.head_dim), pages, torch.tensor([-1, -2]), layout)
+    write_kv_entries(torch.randn(0, layout.head_dim), PagedKV(pages, layout), torch.zeros(0, dtype=torch.int64))
+    write_kv_entries(torch.randn(2, layout.head_dim), PagedKV(pages, layout), torch.tensor([-1, -2]))
     assert (memory == 0xFF).all()
-    assert read_kv_entries(pages, torch.zeros((3, 0), dtype=torch.int64), layout, FP32).shape == (3, 0, layout.head_dim)
+    assert read_kv_entries(PagedKV(pages, layout), torch.zeros((3, 0), dtype=torch.int64), FP32).shape == (
+        3,
+        0,
+        layout.head_dim,
+    )
 
 
 def test_bad_arguments():
@@ -160,22 +167,100 @@ def test_bad_arguments():
     assert layout.page_bytes == 2 * 584
     values = torch.zeros(2, 512)
     with pytest.raises(TypeError, match=r"values must be float32 or bfloat16 .*; got torch.float16"):
-        write_kv_entries(values.half(), pages, slots, layout)
+        write_kv_entries(values.half(), PagedKV(pages, layout), slots)
     with pytest.raises(ValueError, match=r"values must be .* = \[any, 512\]; got the shape \[2, 511\]"):
-        write_kv_entries(values[:, :511], pages, slots, layout)
+        write_kv_entries(values[:, :511], PagedKV(pages, layout), slots)
     with pytest.raises(TypeError, match=r"slots must be int64 .*; got torch.int32"):
-        write_kv_entries(values, pages, slots.int(), layout)
+        write_kv_entries(values, PagedKV(pages, layout), slots.int())
     with pytest.raises(ValueError, match=r"slots must be .*; got the shape \[1\]"):
-        write_kv_entries(values, pages, slots[:1], layout)
-    with pytest.raises(ValueError, match=r"pages must have pages of 1168 bytes \(KV entries in fp8\); got 1167"):
-        write_kv_entries(values, pages[:, :-1], slots, layout)
+        write_kv_entries(values, PagedKV(pages, layout), slots[:1])
+    with pytest.raises(ValueError, match=r"at least 1168 bytes a page; got the shape \[2, 1167\]"):
+        write_kv_entries(values, PagedKV(pages[:, :-1], layout), slots)
     with pytest.raises(ValueError, match="overlap"):
-        write_kv_entries(values, pages[:1].expand(2, -1), slots, layout)
+        write_kv_entries(values, PagedKV(pages[:1].expand(2, -1), layout), slots)
     with pytest.raises(ValueError, match="slots must be on cpu"):
-        write_kv_entries(values, pages, slots.to("meta"), layout)
+        write_kv_entries(values, PagedKV(pages, layout), slots.to("meta"))
     with pytest.raises(TypeError, match=r"dtype must be float32 or bfloat16; got torch.float16"):
-        read_kv_entries(pages, slots, layout, torch.float16)
+        read_kv_entries(PagedKV(pages, layout), slots, torch.float16)
     with pytest.raises(IndexError):
-        read_kv_entries(pages, torch.tensor([4]), layout, FP32)
+        read_kv_entries(PagedKV(pages, layout), torch.tensor([4]), FP32)
     with pytest.raises(IndexError):
-        write_kv_entries(values, pages, torch.tensor([0, 4]), layout)
+        write_kv_entries(values, PagedKV(pages, layout), torch.tensor([0, 4]))
+
+
+# ---- pooled entries ----
+
+
+@pytest.mark.parametrize("compute", [FP32, BF16])
+def test_pooled_entries_are_normed_rotated_and_stored(layout, compute):
+    """Cast, norm and RoPE, each rounded to the compute dtype. A row without a slot is not made: it may be NaN."""
+    rows, rope = 6, layout.rope_dim
+    pooled, weight = torch.randn(rows, layout.head_dim), torch.randn(layout.head_dim)
+    cos, sin = torch.randn(rows, rope // 2), torch.randn(rows, rope // 2)
+    slots = torch.tensor([layout.entries + 1, -1, 0, -1, -1, 2 * layout.entries])
+    absent = slots < 0
+    entries = apply_rotary(rms_norm(pooled.to(compute), weight, 0.01), cos, sin)
+    for values in (pooled, cos, sin):
+        values[absent] = float("nan")
+    pages, memory = guarded_pages(layout, 3, 16)
+    expected_pages, expected_memory = guarded_pages(layout, 3, 16)
+    write_pooled_kv_entries(pooled, weight, 0.01, cos, sin, compute, PagedKV(pages, layout), slots)
+    write_kv_entries(entries[~absent], PagedKV(expected_pages, layout), slots[~absent])
+    assert torch.equal(memory, expected_memory)
+    write_pooled_kv_entries(pooled, weight, 0.01, cos, sin, compute, PagedKV(pages, layout), torch.full_like(slots, -1))
+    assert torch.equal(memory, expected_memory)
+
+
+# ---- copies ----
+
+
+def test_copies_move_every_byte_of_an_entry(layout):
+    """Data and scales together, and nothing else; -1 copies nothing, and reads nothing that was not written."""
+    last = 5 * layout.entries - 1
+    pages, memory = guarded_pages(layout, 5, 48)
+    values = torch.randn(3, layout.head_dim) * torch.tensor([[1e-2], [1.0], [300.0]])
+    write_kv_entries(values, PagedKV(pages, layout), torch.tensor([0, last, layout.entries]))
+    sources, targets = [0, -1, last, -1, layout.entries], [layout.entries + 1, -1, 1, -1, 3 * layout.entries]
+    before = {slot: [part.copy() for part in entry_bytes(pages, slot, layout)] for slot in sources if slot >= 0}
+    copy_kv_entries(PagedKV(pages, layout), torch.tensor(sources), torch.tensor(targets))
+    expected_pages, expected_memory = guarded_pages(layout, 5, 48)
+    for source, target in zip(sources, targets, strict=True):
+        for slot in (source, target):
+            if slot >= 0:
+                for part, byte_values in zip(entry_bytes(expected_pages, slot, layout), before[source], strict=True):
+                    part[:] = byte_values
+    assert torch.equal(memory, expected_memory)
+
+
+def test_copies_read_what_was_there_before(layout):
+    """Entries that change places: the second copy must not see what the first has written."""
+    pages, _ = guarded_pages(layout, 3, 0)
+    cache = PagedKV(pages, layout)
+    values = torch.randn(3, layout.head_dim)
+    slots = torch.tensor([0, 2 * layout.entries, layout.entries + 1])
+    write_kv_entries(values, cache, slots)
+    before = read_kv_entries(cache, slots, FP32)
+    copy_kv_entries(cache, slots, slots.roll(1))
+    assert torch.equal(read_kv_entries(cache, slots.roll(1), FP32), before)
+
+
+def test_nothing_to_copy(layout):
+    pages, memory = guarded_pages(layout, 2, 0)
+    for nothing in (torch.full((3,), -1), torch.empty(0, dtype=torch.int64)):
+        copy_kv_entries(PagedKV(pages, layout), nothing, nothing)
+    assert (memory == 0xFF).all()
+
+
+def test_bad_copies():
+    layout = LAYOUTS["fp8-released-hca"]
+    cache, slots = PagedKV(torch.zeros(2, 1168, dtype=torch.uint8), layout), torch.arange(2)
+    with pytest.raises(TypeError, match=r"targets must be int64 .*; got torch.int32"):
+        copy_kv_entries(cache, slots, slots.int())
+    with pytest.raises(TypeError, match=r"sources must be int64 .*; got torch.int32"):
+        copy_kv_entries(cache, slots.int(), slots)
+    with pytest.raises(ValueError, match=r"targets must be .*; got the shape \[1\]"):
+        copy_kv_entries(cache, slots, slots[:1])
+    with pytest.raises(ValueError, match=r"at least 1168 bytes a page"):
+        copy_kv_entries(PagedKV(cache.pages[:, :-1], layout), slots, slots)
+    with pytest.raises(IndexError):
+        copy_kv_entries(cache, torch.tensor([0, 4]), slots)

@@ -11,9 +11,9 @@ import torch
 from tests.row_splits import ROWS, assert_row_invariant
 from torch import Tensor
 
-from tetrad.geometry import KVDtype, KVLayout, page_stride
+from tetrad.geometry import KVDtype, KVLayout, PagedKV, page_stride
 from tetrad.ops.kv_entries import read_kv_entries, write_kv_entries
-from tetrad.ops.sparse_attention import KeySegment, sparse_attention
+from tetrad.ops.sparse_attention import History, sparse_attention
 
 reference = import_module("tetrad.ops.sparse_attention.reference")
 
@@ -26,17 +26,29 @@ SCALE = DIM**-0.5
 class Cache:
     """Requests with some written entries each, on scattered pages; everything else reads as NaN."""
 
-    layout: KVLayout
-    pages: Tensor
+    paged: PagedKV
     tables: Tensor
     written: list[int]
 
-    def key(self, request: int, entry: int, dtype: torch.dtype) -> Tensor:
-        """The entry as stored, fp64 [d]; it must have been written."""
+    def slot(self, request: int, entry: int) -> int:
+        """Where an entry lies; it must have been written."""
         assert 0 <= entry < self.written[request]
-        block, place = divmod(entry, self.layout.entries)
-        slot = torch.tensor([int(self.tables[request, block]) * self.layout.entries + place])
-        return read_kv_entries(self.pages, slot, self.layout, dtype)[0].double()
+        block, place = divmod(entry, self.paged.layout.entries)
+        return int(self.tables[request, block]) * self.paged.layout.entries + place
+
+    def key(self, request: int, entry: int, dtype: torch.dtype) -> Tensor:
+        """The entry as stored, fp64 [d]."""
+        return read_kv_entries(self.paged, torch.tensor([self.slot(request, entry)]), dtype)[0].double()
+
+    def slots(self, request: list[int], entries: list[list[int]], width: int) -> Tensor:
+        """int64 [R, width], -1 behind the entries of a row."""
+        rows = [[self.slot(r, entry) for entry in row] for r, row in zip(request, entries, strict=True)]
+        return torch.tensor([row + [-1] * (width - len(row)) for row in rows]).view(len(rows), width)
+
+    def history(self, request: list[int], end: list[int], width: int) -> History:
+        """The first ``end`` entries of every row."""
+        rows, ends = (torch.tensor(values, dtype=torch.int32) for values in (request, end))
+        return History(self.tables, rows, ends, width)
 
 
 def make_cache(dtype: str, entries: int, written: list[int], seed: int = 0, rope_dtype=torch.float32) -> Cache:
@@ -52,19 +64,8 @@ def make_cache(dtype: str, entries: int, written: list[int], seed: int = 0, rope
             tables[request, block] = free.pop()
         place = torch.arange(count)
         slots = tables[request, place // entries].long() * entries + place % entries
-        write_kv_entries(torch.randn(count, DIM, generator=generator) * 2, pages, slots, layout)
-    return Cache(layout, pages, tables, written)
-
-
-def ranges(cache: Cache, width: int, block: int, start: list[int], end: list[int]) -> KeySegment:
-    bounds = (torch.tensor(values, dtype=torch.int32) for values in (start, end))
-    return KeySegment(cache.pages, cache.layout, cache.tables, width, block, *bounds)
-
-
-def chosen(cache: Cache, width: int, block: int, entries: list[list[int]]) -> KeySegment:
-    padded = [row + [-1] * (width - len(row)) for row in entries]
-    table = torch.tensor(padded, dtype=torch.int32).view(len(entries), width)
-    return KeySegment(cache.pages, cache.layout, cache.tables, width, block, entries=table)
+        write_kv_entries(torch.randn(count, DIM, generator=generator) * 2, PagedKV(pages, layout), slots)
+    return Cache(PagedKV(pages, layout), tables, written)
 
 
 def expected(q: Tensor, sinks: Tensor, seen: list[list[Tensor]]) -> Tensor:
@@ -96,68 +97,89 @@ def keys_of(cache: Cache, request: list[int], seen: list[list[int]], dtype=torch
     ("kv_dtype", "dtype"), [("fp32", torch.float32), ("fp8", torch.float32), ("bf16", torch.bfloat16)]
 )
 def test_window_and_chosen(kv_dtype, dtype, heads):
-    """The union of both segments, nothing removed: an entry that is chosen twice counts twice.
+    """The union of both, nothing removed: an entry that is chosen twice counts twice.
 
-    Rows of three requests see different counts; -1 may stand anywhere.
+    Rows of three requests see different counts, in any order.
     """
     request = [0, 0, 0, 2, 1, 1]
     window, compressed = make_cache(kv_dtype, 16, [21, 3, 40]), make_cache(kv_dtype, 4, [9, 1, 7], seed=1)
-    start, end = [0, 5, 13, 33, 0, 2], [1, 13, 21, 40, 1, 3]
-    picks = [[], [0, 8], [8, 1, 1, 5], [-1, 6, -1, 2, 0], [0], [-1]]
+    seen = [list(range(a, b)) for a, b in zip([0, 5, 13, 33, 0, 2], [1, 13, 21, 40, 1, 3], strict=True)]
+    picks = [[], [0, 8], [8, 1, 1, 5], [6, 2, 0], [0], []]
     q, sinks = queries(6, heads, dtype)
-    got = sparse_attention(
-        q,
-        sinks,
-        [ranges(window, 8, 8, start, end), chosen(compressed, 5, 8, picks)],
-        torch.tensor(request, dtype=torch.int32),
-        scale=SCALE,
-    )
-    seen = keys_of(window, request, [list(range(a, b)) for a, b in zip(start, end, strict=True)], dtype)
-    for row, more in zip(
-        seen, keys_of(compressed, request, [[e for e in p if e >= 0] for p in picks], dtype), strict=True
-    ):
+    slots = window.slots(request, seen, 8), compressed.slots(request, picks, 5)
+    got = sparse_attention(q, sinks, window.paged, slots[0], compressed.paged, slots[1], scale=SCALE)
+    keys = keys_of(window, request, seen, dtype)
+    for row, more in zip(keys, keys_of(compressed, request, picks, dtype), strict=True):
         row += more
     assert got.dtype == dtype
     tolerance = 1e-5 if dtype is torch.float32 else 0.501 * torch.finfo(dtype).eps
-    torch.testing.assert_close(got.double(), expected(q, sinks, seen), rtol=tolerance, atol=1e-5)
+    torch.testing.assert_close(got.double(), expected(q, sinks, keys), rtol=tolerance, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [1, 63, 64, 65, 127, 128, 129, 200])
 @pytest.mark.parametrize("entries", [2, 64, 256])
 def test_block_edges(width, entries):
-    """Keys are summed 64 at a time: around a block's edge none is lost or counted twice, in shorter rows as well."""
-    cache = make_cache("fp32", entries, [width, width + 70])
+    """Keys are summed 64 at a time: around a block's edge none is lost or counted twice, in shorter rows as well.
+
+    A history is the same as its slots, one by one: to the bit where both are summed in blocks of 64.
+    """
+    cache, none = make_cache("fp32", entries, [width, width + 70]), make_cache("fp32", 4, [1])
     end = [width, 1, max(1, width - 1), (width + 1) // 2, min(64, width)]
     request = [0, 0, 1, 1, 0]
-    start = [0, 0, 0, 0, 0]
     q, sinks = queries(5, 2)
-    rows = torch.tensor(request, dtype=torch.int32)
-    got = sparse_attention(q, sinks, [ranges(cache, width, 64, start, end)], rows, scale=SCALE)
-    want = expected(q, sinks, keys_of(cache, request, [list(range(count)) for count in end]))
+    empty = torch.full((5, 8), -1)
+    all_of_them = [list(range(count)) for count in end]
+    want = expected(q, sinks, keys_of(cache, request, all_of_them))
+    history = cache.history(request, end, width)
+    got = sparse_attention(q, sinks, none.paged, empty, cache.paged, history, scale=SCALE)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-    picks = [list(range(count))[::-1] for count in end]
-    got = sparse_attention(q, sinks, [chosen(cache, width, 64, picks)], rows, scale=SCALE)
+    slots = cache.slots(request, all_of_them, width)
+    for by_slot in (
+        sparse_attention(q, sinks, none.paged, empty, cache.paged, slots, scale=SCALE),
+        sparse_attention(q, sinks, cache.paged, slots, scale=SCALE),
+    ):
+        torch.testing.assert_close(by_slot.double(), want, rtol=1e-5, atol=1e-5)
+        assert width < 64 or torch.equal(by_slot, got)
+    backwards = cache.slots(request, [row[::-1] for row in all_of_them], width)
+    got = sparse_attention(q, sinks, cache.paged, backwards, scale=SCALE)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_no_compressed_entry_yet():
-    """In the first tokens of every request the compressed segment has width 0, and no page of it was ever written."""
+    """In the first tokens of every request there is no compressed entry, and no page of them was ever written."""
     window, empty = make_cache("fp32", 16, [3]), make_cache("fp32", 4, [1])
     q, sinks = queries(3, 2)
-    request = torch.zeros(3, dtype=torch.int32)
-    alone = [ranges(window, 8, 8, [0, 0, 0], [1, 2, 3])]
-    expected_bits = sparse_attention(q, sinks, alone, request, scale=SCALE)
+    slots = window.slots([0] * 3, [[0], [0, 1], [0, 1, 2]], 8)
+    alone = sparse_attention(q, sinks, window.paged, slots, scale=SCALE)
     for nothing in (
-        ranges(empty, 0, 64, [0] * 3, [0] * 3),
-        chosen(empty, 0, 8, [[]] * 3),
+        empty.history([0] * 3, [0] * 3, 0),
+        torch.empty((3, 0), dtype=torch.int64),
         # other rows of the step may see some: a block of nothing changes no bit
-        ranges(empty, 70, 64, [0] * 3, [0] * 3),
-        chosen(empty, 9, 8, [[]] * 3),
+        empty.history([0] * 3, [0] * 3, 70),
+        torch.full((3, 9), -1),
     ):
-        got = sparse_attention(q, sinks, [*alone, nothing], request, scale=SCALE)
-        assert torch.equal(got, expected_bits)
-        got = sparse_attention(q, sinks, [nothing, *alone], request, scale=SCALE)
-        assert torch.equal(got, expected_bits)
+        got = sparse_attention(q, sinks, window.paged, slots, empty.paged, nothing, scale=SCALE)
+        assert torch.equal(got, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_padding_reads_nothing(dtype):
+    """Rows of request -1 give zeros, although their query is NaN, and the rows beside them keep every bit."""
+    window, compressed = make_cache("fp8", 16, [21, 13]), make_cache("fp8", 4, [9, 70], seed=1)
+    request, end, padding = [0, 1, 1], [9, 70, 2], 5
+    seen = window.slots(request, [list(range(13)), list(range(2, 13)), [4]], 13)
+    q, sinks = queries(3, 2, dtype)
+    padded_q = torch.cat((q, torch.full((padding, *q.shape[1:]), float("nan"), dtype=dtype)))
+    padded_seen = torch.cat((seen, torch.full((padding, 13), -1)))
+    picks = compressed.slots(request, [list(range(count)) for count in end], 70)
+    for plain, padded in (
+        (compressed.history(request, end, 70), compressed.history(request + [-1] * padding, end + [0] * padding, 70)),
+        (picks, torch.cat((picks, torch.full((padding, 70), -1)))),
+    ):
+        want = sparse_attention(q, sinks, window.paged, seen, compressed.paged, plain, scale=SCALE)
+        got = sparse_attention(padded_q, sinks, window.paged, padded_seen, compressed.paged, padded, scale=SCALE)
+        assert torch.equal(got[:3], want)
+        assert not got[3:].any()
 
 
 def test_sinks():
@@ -165,8 +187,7 @@ def test_sinks():
     cache = make_cache("fp32", 4, [3])
     q, _ = queries(1, 4)
     sinks = torch.tensor([-1e4, 0.0, 60.0, 1e4])
-    segment = ranges(cache, 3, 8, [0], [3])
-    got = sparse_attention(q, sinks, [segment], torch.zeros(1, dtype=torch.int32), scale=SCALE)
+    got = sparse_attention(q, sinks, cache.paged, cache.slots([0], [[0, 1, 2]], 3), scale=SCALE)
     keys = keys_of(cache, [0], [[0, 1, 2]])
     torch.testing.assert_close(got.double(), expected(q, sinks, keys), rtol=1e-5, atol=1e-6)
     assert not got[0, 3].any()
@@ -180,10 +201,9 @@ def test_large_scores(size):
     cache = make_cache("fp32", 64, [150])
     q, sinks = queries(4, 2)
     request = [0] * 4
-    end = [150, 90, 64, 7]
-    rows = torch.zeros(4, dtype=torch.int32)
-    got = sparse_attention(size * q, sinks, [ranges(cache, 150, 64, [0] * 4, end)], rows, scale=SCALE)
-    want = expected(size * q, sinks, keys_of(cache, request, [list(range(count)) for count in end]))
+    seen = [list(range(count)) for count in (150, 90, 64, 7)]
+    got = sparse_attention(size * q, sinks, cache.paged, cache.slots(request, seen, 150), scale=SCALE)
+    want = expected(size * q, sinks, keys_of(cache, request, seen))
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)
 
 
@@ -191,42 +211,59 @@ def test_no_rows():
     """A step without rows."""
     cache = make_cache("fp32", 4, [1])
     q, sinks = queries(0, 2)
-    none = torch.empty(0, dtype=torch.int32)
-    assert sparse_attention(q, sinks, [ranges(cache, 3, 8, [], [])], none, scale=SCALE).shape == (0, 2, DIM)
+    none = torch.empty((0, 3), dtype=torch.int64)
+    assert sparse_attention(q, sinks, cache.paged, none, scale=SCALE).shape == (0, 2, DIM)
+    for nothing in (none, cache.history([], [], 3)):
+        got = sparse_attention(q, sinks, cache.paged, none, cache.paged, nothing, scale=SCALE)
+        assert got.shape == (0, 2, DIM)
 
 
-def split_case(heads: int, block: int, dtype: torch.dtype):
-    """37 rows over both kinds of segment, as a function of the rows' tensors, and those tensors."""
+def test_rows_of_padding_alone():
+    """A step, or a warm-up, in which no row sees anything; a window of no slots as well."""
+    cache = make_cache("fp32", 4, [1])
+    q, sinks = queries(2, 2)
+    none = torch.full((2, 3), -1)
+    for slots in (none, none[:, :0]):
+        for nothing in (none, cache.history([-1, -1], [0, 0], 3)):
+            got = sparse_attention(q * float("nan"), sinks, cache.paged, slots, cache.paged, nothing, scale=SCALE)
+            assert torch.equal(got, torch.zeros(2, 2, DIM))
+
+
+def split_case(heads: int, width: int, dtype: torch.dtype):
+    """37 rows over the window and both kinds of compressed slots, as functions of the rows' tensors, and those."""
     generator = torch.Generator().manual_seed(3)
     window, compressed = make_cache("fp8", 256, [90, 70]), make_cache("fp8", 64, [150, 140], seed=1)
     q, sinks = queries(ROWS, heads, dtype)
-    request = torch.tensor([0] * 20 + [1] * (ROWS - 20), dtype=torch.int32)
-    end = torch.randint(1, 70, (ROWS,), generator=generator, dtype=torch.int32)
-    start = (end - 24).clamp_min(0)
-    entries = torch.rand(ROWS, 140, generator=generator).argsort(1)[:, :83].int()
-    entries[torch.arange(83) >= torch.randint(0, 84, (ROWS, 1), generator=generator)] = -1
+    request = [0] * 20 + [1] * (ROWS - 20)
+    ends = torch.randint(1, 70, (ROWS,), generator=generator).tolist()
+    seen = window.slots(request, [list(range(max(end - 24, 0), end)) for end in ends], 24)
+    counts = torch.randint(0, width + 1, (ROWS,), generator=generator).tolist()
+    entries = [torch.randperm(140, generator=generator)[:count].tolist() for count in counts]
+    picks = compressed.slots(request, entries, width)
+    end = torch.randint(0, 141, (ROWS,), generator=generator).int()
 
-    def attend(q: Tensor, request: Tensor, start: Tensor, end: Tensor, entries: Tensor) -> Tensor:
-        segments = [
-            KeySegment(window.pages, window.layout, window.tables, 24, 24, start=start, end=end),
-            KeySegment(compressed.pages, compressed.layout, compressed.tables, 83, block, entries=entries),
-        ]
-        return sparse_attention(q, sinks, segments, request, scale=SCALE)
+    def attend(q: Tensor, seen: Tensor, picks: Tensor, request: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        history = History(compressed.tables, request, end, 141)
+        return (
+            sparse_attention(q, sinks, window.paged, seen, compressed.paged, picks, scale=SCALE),
+            sparse_attention(q, sinks, window.paged, seen, compressed.paged, history, scale=SCALE),
+        )
 
-    return attend, (q, request, start, end, entries)
+    return attend, (q, seen, picks, torch.tensor(request, dtype=torch.int32), end)
 
 
 @pytest.mark.parametrize("heads", [4, 7, 16])
-@pytest.mark.parametrize(("block", "dtype"), [(64, torch.float32), (16, torch.float32), (64, torch.bfloat16)], ids=str)
-def test_rows_do_not_depend_on_each_other(heads, block, dtype):
+@pytest.mark.parametrize(("width", "dtype"), [(83, torch.float32), (13, torch.float32), (83, torch.bfloat16)], ids=str)
+def test_rows_do_not_depend_on_each_other(heads, width, dtype):
     """A row alone was once one matrix product for all threads, which rounds the heads at a thread's edge otherwise."""
-    attend, rows = split_case(heads, block, dtype)
+    attend, rows = split_case(heads, width, dtype)
     assert_row_invariant(attend, *rows)
 
 
 def test_memory_bound_changes_no_bit(monkeypatch):
     """Long prefills are computed in chunks of rows."""
-    attend, rows = split_case(3, 64, torch.float32)
+    attend, rows = split_case(3, 83, torch.float32)
     whole = attend(*rows)
     monkeypatch.setattr(reference, "_CHUNK_BYTES", 1)
-    assert torch.equal(attend(*rows), whole)
+    for got, expected_bits in zip(attend(*rows), whole, strict=True):
+        assert torch.equal(got, expected_bits)

@@ -48,7 +48,8 @@ def decode(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     :raises TypeError: for another dtype of either
     """
     product_dtype(dtype)
-    return _numbers(scales.device)[as_bytes(scales).int()].to(dtype)
+    index = as_bytes(scales).int()
+    return _numbers(index.device)[index].to(dtype)
 
 
 @functools.cache

@@ -77,6 +77,7 @@ def bucket_rows(rows: int, device_type: str, *, chunks: bool) -> int:
     On a CPU every multiple of 8. On a GPU a few sizes for decode rows, which a graph may be captured for, and multiples
     of 128 where a step holds chunks of prompts.
     """
+    check_whole("rows", rows, 0)
     if device_type == "cpu":
         return max(1, ceil_div(rows, ROW_MULTIPLE)) * ROW_MULTIPLE
     if not chunks:

@@ -71,13 +71,13 @@ def update_state(
     """
     _check_rows(step, state)
     check_tensor("slots", slots, torch.int64, (step.shape[0],), "rows", step.device)
-    reference.update_state(step, state, slots)
     if (checkpoints is None) != (checkpoint_slots is None):
         raise ValueError("checkpoints and checkpoint_slots go together; give both or neither")
     if checkpoints is not None and checkpoint_slots is not None:
         _check_rows(step, checkpoints, "checkpoints")
         check_tensor("checkpoint_slots", checkpoint_slots, torch.int64, (step.shape[0],), "rows", step.device)
         reference.update_state(step, checkpoints, checkpoint_slots)
+    reference.update_state(step, state, slots)
 
 
 def _check_rows(step: Tensor, state: Tensor, name: str = "state") -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tetrad.geometry import PagedKV, check_paged
-from tetrad.ops.arguments import check_compute_dtype, check_pages, check_tensor
+from tetrad.ops.arguments import check_compute_dtype, check_pages, check_real, check_tensor
 from tetrad.ops.backends import Problem, backend_module
 from tetrad.ops.checked import check_slots
 from tetrad.torch_settings import without_autocast
@@ -73,6 +73,7 @@ def write_pooled_kv_entries(
     check_tensor("norm_weight", norm_weight, torch.float32, (pooled.shape[1],), "channels", pooled.device)
     for name, angle in (("cos", cos), ("sin", sin)):
         check_tensor(name, angle, torch.float32, (pooled.shape[0], None), "entries, rope / 2", pooled.device)
+    check_real("eps", eps)
     check_compute_dtype(dtype)
     backend = _backend(cache, slots, pooled, distinct=True)
     backend.write_pooled_kv_entries(pooled, norm_weight, eps, cos, sin, dtype, cache.pages, slots, cache.layout)
@@ -89,7 +90,9 @@ def copy_kv_entries(cache: PagedKV, sources: Tensor, targets: Tensor) -> None:
     :raises TypeError: for a wrong dtype
     """
     check_paged(cache)
-    check_tensor("targets", targets, torch.int64, (None,), "entries", cache.pages.device)
+    check_tensor("sources", sources, torch.int64, (None,), "entries", cache.pages.device)
+    check_tensor("targets", targets, torch.int64, (sources.shape[0],), "entries", cache.pages.device)
+    check_slots("sources", sources, cache.slots)
     check_slots("targets", targets, cache.slots, distinct=True)
     _backend(cache, sources, targets).copy_kv_entries(cache.pages, sources, targets, cache.layout)
 

@@ -50,6 +50,8 @@ def sparse_attention(
     _, heads, dim = q.shape
     out = torch.zeros_like(q)
     seeing = ordered_sum([part.count for part in keys]).nonzero().squeeze(1)
+    if not len(seeing):
+        return out
     widest = max(part.block for part in keys)
     chunk = max(8, temporary_bytes(q.device, _CHUNK_BYTES) // (4 * (widest * (dim + 3 * heads) + 3 * heads * dim)))
     for some in seeing.split(chunk):
@@ -100,7 +102,7 @@ class _Chosen:
 
     @property
     def block(self) -> int:
-        return min(_KEY_BLOCK, -(-self.all_slots.shape[1] // _BLOCK_STEP) * _BLOCK_STEP)
+        return min(_KEY_BLOCK, -(-max(self.all_slots.shape[1], 1) // _BLOCK_STEP) * _BLOCK_STEP)
 
     def of(self, rows: Tensor) -> _Chosen:
         return _Chosen(self.cache, self.all_slots[rows], self.count[rows])
