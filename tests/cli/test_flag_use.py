@@ -152,7 +152,7 @@ def test_every_option_of_the_engine_is_read(name, command_line, tetrad, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("eval", "recall", "--answers"), "--answers adds to the JSON; give --json, too"),
+        (("eval", "recall", "--answers"), "--answers adds to the JSON output; give --json as well"),
         (
             ("eval", "recall", "--index-cache-dtype", "fp4"),
             "does not take --index-cache-dtype: it measures the formats",

@@ -79,7 +79,7 @@ def _numbers(text: str, flag: str) -> tuple[float, ...]:
 def run_recall_command(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     """Measure and print."""
     if parsed.answers and not parsed.json:
-        parser.error("--answers adds to the JSON; give --json, too")
+        parser.error("--answers adds to the JSON output; give --json as well")
     # questions about a document are asked together, behind its stem
     if getattr(parsed, "max_num_seqs", parsed.questions + 1) <= parsed.questions:
         parser.error(f"--max-num-seqs must be above --questions, at least {parsed.questions + 1}")
