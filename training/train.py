@@ -44,6 +44,14 @@ RECIPES: dict[str, tuple[Shape, list[Stage]]] = {
             Stage(20, (256, 512), selection=True, quantised=True, gaps=0.5, tokens=1024, rows=32),
         ],
     ),
+    "cpu": (
+        TINY,
+        [
+            Stage(2400, (256,), tokens=2048, rows=128),
+            Stage(400, (256, 512), tokens=2048, rows=128),
+            Stage(800, (512, 1024), selection=True, quantised=True, gaps=0.3, tokens=2048, rows=128),
+        ],
+    ),
     "probe": (
         Shape(),
         [

@@ -10,9 +10,9 @@ such argument. Its prefill takes the greatest number of entries that a row sees 
 their own first entry; here every row begins at entry 0, so the columns are the same. A release between the two has the
 new names with the old argument.
 
-Pages are laid out like ours: 64 E4M3 keys, then their 64 fp32 scales. FP8 queries have no scales there, so these go into
-the head weights: relu(c * x) = c * relu(x) for c > 0. Prefill wants keys and scales in one piece each. Both conversions
-are done before the clock starts, as an engine built on it would have its data in that form.
+Pages are laid out like ours: 64 E4M3 keys, then their 64 fp32 scales. FP8 queries have no scales there, so these go
+into the head weights: relu(c * x) = c * relu(x) for c > 0. Prefill wants keys and scales in one piece each. Both
+conversions are done before the clock starts, as an engine built on it would have its data in that form.
 
 Its kernels can start before the one in front of them has ended ("early start", programmatic dependent launch), as ours
 always do. Releases that have the switch, ``set_pdl``, are timed with it on, and the table says so.

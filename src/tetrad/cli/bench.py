@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from tetrad.bench import report, roofline
 from tetrad.bench.cases import BenchSettings, Kind, Op, Shape, default_shapes, parse_shapes
 from tetrad.bench.device import resolve_device
-from tetrad.bench.measurement import run_bench
+from tetrad.bench.measurement import BenchResult, run_bench
 from tetrad.bench.peers import contenders
 from tetrad.cli.flags import Parser
+from tetrad.cli.results import read_json
 from tetrad.errors import ConfigError
 from tetrad.geometry import IndexDtype
 
@@ -52,13 +53,22 @@ def add_command(commands: Any) -> None:
     group = indexer.add_argument_group("how")
     group.add_argument("--repeats", type=int, default=7, metavar="N", help="measurements, of which the median counts")
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    group.add_argument("--png", type=Path, metavar="FILE", help="draw a roofline")
+    group.add_argument("--png", type=Path, metavar="FILE", help="draw the times and a roofline")
+    group.add_argument(
+        "--from-json", type=Path, metavar="FILE", help="measure nothing: print or draw what --json wrote"
+    )
     indexer.set_defaults(run=run_indexer_command, parser=indexer)
 
 
 def run_indexer_command(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     """Measure and print. Exit codes as everywhere: 1 if a result was wrong or a call failed, 2 for wrong flags."""
     try:
+        if parsed.png:
+            roofline.require_matplotlib()  # known before the measurement, not after it
+            if not parsed.png.absolute().parent.is_dir():
+                raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
+        if parsed.from_json:
+            return _tell(report.from_dict(read_json(parser, parsed, ("png", "json"))), parsed)
         device = resolve_device(parsed.device)
         settings = BenchSettings(
             shapes=_shapes(parsed, device.type),
@@ -75,14 +85,14 @@ def run_indexer_command(parser: argparse.ArgumentParser, parsed: argparse.Namesp
         for name, reasons in refused.items():
             if None not in reasons:
                 raise ConfigError(f"{name} computes none of these cases: {'; '.join(dict.fromkeys(map(str, reasons)))}")
-        if parsed.png:
-            roofline.require_matplotlib()  # known before the measurement, not after it
-            if not parsed.png.absolute().parent.is_dir():
-                raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
     except ConfigError as error:
         print(f"tetrad: error: {error}", file=sys.stderr)
         return 2
-    result = run_bench(settings, device, everyone, progress=sys.stderr.isatty())
+    return _tell(run_bench(settings, device, everyone, progress=sys.stderr.isatty()), parsed)
+
+
+def _tell(result: BenchResult, parsed: argparse.Namespace) -> int:
+    """Print and draw; the exit code."""
     print(json.dumps(report.to_dict(result), indent=2) if parsed.json else report.table(result))
     if parsed.png:
         roofline.picture(result, parsed.png)

@@ -10,9 +10,10 @@ from typing import Any
 
 from tetrad import bundled
 from tetrad.cli.flags import Parser, add_engine_flags, engine_args
+from tetrad.cli.results import read_json
 from tetrad.engine.config import parse_tokens
 from tetrad.errors import ConfigError
-from tetrad.eval import report
+from tetrad.eval import picture, report
 from tetrad.eval.recall import RecallSettings, Variant, run_recall
 
 
@@ -36,7 +37,10 @@ def add_command(commands: Any) -> None:
     group.add_argument("--documents", type=int, default=1, metavar="N", help="documents of each length and depth")
     group.add_argument("--questions", type=int, default=20, metavar="N", help="questions about each document")
     group.add_argument("--document-seed", type=int, default=0, metavar="N", help="other documents and questions")
-    group.add_argument("--png", type=Path, metavar="FILE", help="draw depth against length")
+    group.add_argument("--png", type=Path, metavar="FILE", help="draw answers and entries found")
+    group.add_argument(
+        "--from-json", type=Path, metavar="FILE", help="measure nothing: print or draw what --json --answers wrote"
+    )
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")
     group.add_argument("--answers", action="store_true", help="with --json: every question with its answer")
     recall.set_defaults(run=run_recall_command, parser=recall)
@@ -60,14 +64,17 @@ def run_recall_command(parser: argparse.ArgumentParser, parsed: argparse.Namespa
         seed=parsed.document_seed,
     )
     if parsed.png:
-        report.require_matplotlib()  # known before the measurement, not after it
-    result = run_recall(engine_args(parser, parsed), settings, progress=sys.stderr.isatty())
+        picture.require_matplotlib()  # known before the measurement, not after it
+    if parsed.from_json:
+        result = report.from_dict(read_json(parser, parsed, ("png", "json", "answers")))
+    else:
+        result = run_recall(engine_args(parser, parsed), settings, progress=sys.stderr.isatty())
     if parsed.json:
         print(json.dumps(report.to_dict(result, answers=parsed.answers), indent=2))
     else:
         print(report.table(result))
     if parsed.png:
-        report.picture(result, parsed.png)
+        picture.picture(result, parsed.png)
         print(f"wrote {parsed.png}", file=sys.stderr)
     if result.interrupted:
         print(f"tetrad: interrupted after {len(result.answers)} answers; these are what there is", file=sys.stderr)

@@ -100,6 +100,8 @@ class RecallResult:
     device: str = ""
     answers: list[Answer] = field(default_factory=list)
     interrupted: bool = False
+    model: str = ""
+    dtype: str = ""
 
 
 def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: bool = False) -> RecallResult:
@@ -128,6 +130,7 @@ def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: bool = F
                 engine = _engine(args, settings, variant)
                 result.index_topk = result.index_topk or engine.config.model.index_topk
                 result.device = _device_name(engine.config.device)
+                result.model, result.dtype = str(args.model), str(engine.config.dtype).removeprefix("torch.")
                 for batch in _batches(cells, settings.questions, engine.config.max_num_seqs):
                     bar.set_description(f"{variant.name} at {batch[0][0]}")
                     for answer in _ask(engine, variant, batch, settings, exact):
