@@ -30,4 +30,9 @@ def export(run: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("export.py: error: name the run's folder and the checkpoint's: python export.py RUN FOLDER")
+    missing = [name for name in ("config.json", "model.safetensors") if not (Path(sys.argv[1]) / name).is_file()]
+    if missing:
+        sys.exit(f"export.py: error: {sys.argv[1]} has no {missing[0]}; name the folder that train.py --out wrote")
     export(Path(sys.argv[1]), Path(sys.argv[2]))
