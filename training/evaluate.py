@@ -35,9 +35,11 @@ def _document_seed(seed: int, number: int) -> int:
 def check_room(
     shape: Shape, length: int, count: int, *, facts: int | None = None, per_document: int = 32, seed: int = 7
 ) -> None:
-    """Raises ValueError if the first document of `recall` with these arguments cannot hold its facts."""
+    """Raises ValueError if a document of `recall` with these arguments cannot hold its facts."""
     tokens = document_tokens(length, max(shape.compress_ratios))
-    documents.make_document(_document_seed(seed, 0), tokens, min(count, per_document), facts=facts)
+    for number in range(-(-count // per_document)):
+        asked = min(per_document, count - number * per_document)
+        documents.make_document(_document_seed(seed, number), tokens, asked, facts=facts)
 
 
 @torch.no_grad()

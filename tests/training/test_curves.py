@@ -34,3 +34,4 @@ def test_no_log(tmp_path: Path, text: str) -> None:
     assert str(path) in said
     assert not (tmp_path / "curves.png").exists()
     assert "nowhere" in (main([str(tmp_path / "nowhere"), "x.png"]) or "")
+    assert "name the log" in (main([]) or "")

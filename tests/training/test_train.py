@@ -1,11 +1,10 @@
 """Fifty steps of training on the CPU: the loss falls, a seed decides everything, and legs give what one run gives."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import export
 import pytest
 import torch
 from data import Batches, Stage, documents, sequence
@@ -13,7 +12,7 @@ from evaluate import check_room
 from model import Model
 from safetensors.torch import save_file
 from state import LIMIT, _compact, load_state, save_state
-from train import RECIPES, load_final, parse, rate_factor, run, save_final
+from train import RECIPES, load_final, parse, per_document, rate_factor, run, save_final
 
 
 def train(folder: Path, *arguments: str) -> dict[str, torch.Tensor]:
@@ -148,7 +147,7 @@ def test_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--evaluate", "256:32:fp4"], "--evaluate 256:32:fp4: the document is too short"),
+        (["--evaluate", "2048:32:fp4:8:700"], "--evaluate 2048:32:fp4:8:700: the document is too short"),
         (["--tokens", "300"], "--tokens 300 is less than the recipe's longest sequence of 512"),
     ],
 )
@@ -189,12 +188,12 @@ def test_commands_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recipes == {"full", "tiny", "cpu", "short"}
     asked = [evaluation for command in commands for evaluation in parse(command).evaluate]
     for each in asked:
-        check_room(RECIPES["cpu"][0], each.length, each.questions)
+        check_room(RECIPES["cpu"][0], each.length, each.questions, per_document=per_document(each))
 
 
-@pytest.mark.parametrize("script", ["export.py", "curves.py"])
-def test_scripts_without_arguments(script: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"), [([], "name the run's folder"), (["nowhere", "out"], "nowhere has no config.json")]
+)
+def test_wrong_arguments_of_export(arguments: list[str], message: str) -> None:
     """An IndexError said nothing about what to write."""
-    done = subprocess.run([sys.executable, str(FOLDER / script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"{script}: error: name the")
+    assert message in (export.main(arguments) or "")
