@@ -135,6 +135,13 @@ def test_json_that_is_no_result(tmp_path, capsys, text, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_picture_without_a_folder_is_refused_before_the_measurement(tmp_path, capsys, monkeypatch):
+    """An hour's measurement was made first, and then there was nowhere to draw it."""
+    monkeypatch.setattr("tetrad.cli.evaluate.run_recall", lambda *args, **options: pytest.fail("it measured"))
+    assert main(["eval", "recall", "--png", str(tmp_path / "nowhere" / "recall.png")]) != 0
+    assert "there is no folder" in capsys.readouterr().err
+
+
 def test_interval_of_a_share():
     """All right is not certain: Wilson's interval of 20 of 20 ends at 83.9 %, that of 50 of 100 at 40.4 and 59.6."""
     assert interval_of_share(20, 20) == (pytest.approx(0.8389, abs=1e-4), 1.0)

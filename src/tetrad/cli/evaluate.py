@@ -65,6 +65,8 @@ def run_recall_command(parser: argparse.ArgumentParser, parsed: argparse.Namespa
     )
     if parsed.png:
         picture.require_matplotlib()  # known before the measurement, not after it
+        if not parsed.png.absolute().parent.is_dir():
+            raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
     if parsed.from_json:
         result = report.from_dict(read_json(parser, parsed, ("png", "json", "answers")))
     else:
