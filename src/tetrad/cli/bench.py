@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from tetrad.bench import report, roofline
 from tetrad.bench.cases import BenchSettings, Kind, Op, Shape, default_shapes, parse_shapes
 from tetrad.bench.device import resolve_device
-from tetrad.bench.measurement import run_bench
+from tetrad.bench.measurement import BenchResult, run_bench
 from tetrad.bench.peers import contenders
 from tetrad.cli.progress import Progress
+from tetrad.cli.stored import read_json
 from tetrad.cli.streams import is_terminal
 from tetrad.errors import ConfigError
 from tetrad.geometry import IndexDtype
@@ -80,12 +81,26 @@ def add_command(commands: Any) -> None:
     )
     group = indexer.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    group.add_argument("--png", type=Path, metavar="FILE", help="draw a roofline into this file (default: none)")
+    group.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw times and a roofline into this file (default: none)"
+    )
+    group.add_argument(
+        "--from-json",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: print or draw what --json wrote into this file (default: measure)",
+    )
     indexer.set_defaults(run=run_indexer_command, parser=indexer)
 
 
 def run_indexer_command(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     """Measure and print; 1 if a result was wrong or a call failed."""
+    if parsed.png:
+        roofline.require_matplotlib()  # known before the measurement, not after it
+        if not parsed.png.absolute().parent.is_dir():
+            raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
+    if parsed.from_json:
+        return _tell(report.from_dict(read_json(parser, parsed, ("png", "json"))), parsed)
     device = resolve_device(parsed.device)
     settings = BenchSettings(
         shapes=_shapes(parsed, device.type),
@@ -102,12 +117,13 @@ def run_indexer_command(parser: argparse.ArgumentParser, parsed: argparse.Namesp
     for name, reasons in refused.items():
         if None not in reasons:
             raise ConfigError(f"{name} computes none of these cases: {'; '.join(dict.fromkeys(map(str, reasons)))}")
-    if parsed.png:
-        roofline.require_matplotlib()  # known before the measurement, not after it
-        if not parsed.png.absolute().parent.is_dir():
-            raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
     with Progress(lambda: "measuring", rewrite=False):
         result = run_bench(settings, device, everyone, progress=is_terminal(sys.stderr))
+    return _tell(result, parsed)
+
+
+def _tell(result: BenchResult, parsed: argparse.Namespace) -> int:
+    """Print and draw; the exit code."""
     print(json.dumps(report.to_dict(result), indent=2) if parsed.json else report.table(result))
     if parsed.png:
         roofline.picture(result, parsed.png)

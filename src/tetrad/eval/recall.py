@@ -104,6 +104,8 @@ class RecallResult:
     answers: list[Answer] = field(default_factory=list)
     interrupted: bool = False
     died: str | None = None
+    model: str = ""
+    dtype: str = ""
 
 
 @dataclass(slots=True)
@@ -166,6 +168,7 @@ def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: RecallPr
             progress.begin(engine)
             result.index_topk = result.index_topk or engine.config.model.index_topk
             result.device = _device_name(engine.config.device)
+            result.model, result.dtype = str(args.model), str(engine.config.dtype).removeprefix("torch.")
             for batch in _batches(cells, settings.questions, engine.config.max_num_seqs):
                 progress.doing = f"{variant.name} at {batch[0][0]} tokens"
                 for answer in _ask(engine, variant, batch, settings, exact):
