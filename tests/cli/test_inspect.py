@@ -225,7 +225,7 @@ def test_memory_for_a_reader(tetrad, monkeypatch):
     assert "fits         1,080,832 tokens, or 8 sequences of max_model_len, in 4 GiB" in run.out
     assert max(map(len, run.out.splitlines())) <= 100
     run = tetrad("inspect", "deepseek-v4-flash", "--device", "cpu")
-    assert "the caches do not fit: 800 window blocks" in " ".join(run.out.split())
+    assert "the caches do not fit: 256 requests x 17.16 MiB of window and compressor rings" in " ".join(run.out.split())
     monkeypatch.setattr("tetrad.config.memory.cpu_memory", lambda: None)
     assert "available    unknown on cpu" in tetrad("inspect", "deepseek-v4-flash", "--device", "cpu").out
 

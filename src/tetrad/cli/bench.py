@@ -15,8 +15,9 @@ from tetrad.bench.device import resolve_device
 from tetrad.bench.measurement import BenchResult, run_bench
 from tetrad.bench.peers import contenders
 from tetrad.cli.progress import Progress
+from tetrad.cli.signals import INTERRUPTED
 from tetrad.cli.stored import read_json
-from tetrad.cli.streams import is_terminal
+from tetrad.cli.streams import is_terminal, say
 from tetrad.errors import ConfigError
 from tetrad.geometry import IndexDtype
 
@@ -127,15 +128,14 @@ def _tell(result: BenchResult, parsed: argparse.Namespace) -> int:
     print(json.dumps(report.to_dict(result), indent=2) if parsed.json else report.table(result))
     if parsed.png:
         roofline.picture(result, parsed.png)
-        print(f"wrote {parsed.png}", file=sys.stderr)
+        say(f"wrote {parsed.png}")
     if result.interrupted:
-        print(f"tetrad: interrupted after {len(result.results)} results, which are printed", file=sys.stderr)
-        return 130
+        say(f"tetrad: interrupted after {len(result.results)} results, which are printed")
+        return INTERRUPTED
     if result.died:
-        print(
+        say(
             f"tetrad: the device failed after {len(result.results)} results ({result.died}); the last case of the "
-            "table made it fail; run that case alone under compute-sanitizer",
-            file=sys.stderr,
+            "table made it fail; run that case alone under compute-sanitizer"
         )
     return 0 if result.clean else 1
 

@@ -59,8 +59,10 @@ def add_command(commands: Any) -> None:
         "4j + 3; visible is how many entries there were to choose from. Reads the weights (or --load-dummy).",
     )
     source = group.add_mutually_exclusive_group()
-    source.add_argument("--selection", metavar="TEXT", help="the prompt")
-    source.add_argument("--selection-token-ids", type=_token_ids, metavar="IDS", help="the prompt as ids: 5,17,3")
+    source.add_argument("--selection", metavar="TEXT", help="the prompt, as text (default: none, describe the model)")
+    source.add_argument(
+        "--selection-token-ids", type=_token_ids, metavar="IDS", help="the prompt, as ids: 5,17,3 (default: none)"
+    )
     group.add_argument("--selection-tokens", type=int, metavar="N", help="tokens to draw, the likeliest (default: 1)")
     parser.set_defaults(run=run, parser=parser)
 
