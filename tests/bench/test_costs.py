@@ -132,7 +132,7 @@ def test_table(finished):
     assert "timed by CUDA graphs" in lines
     at = lines.index("decode 64x32768x1")
     assert [" ".join(line.split()) for line in lines[at + 1 :]] == [
-        "op index by us TB/s TFLOP/s floor us bound % of floor ratio note",
+        "op index by us TB/s TFLOP/s floor us bound % ratio note",
         "topk fast 20.00 0.426 1.98 memory 9.9",
         "score fp4 fast 100.00 1.51 343.6 35.18 memory 35.2",
         "score fp4 theirs 250.00 0.605 137.4 35.18 memory 14.1 2.50x contiguous keys, warm cache",

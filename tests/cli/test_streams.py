@@ -112,7 +112,7 @@ def test_utf16_is_named(tetrad, model, tmp_path, mark):
     file.write_bytes(mark + '{"prompt": "x"}\n'.encode("utf-16-le"))
     for flag in ("--input-jsonl", "--prompt-file"):
         run = tetrad("generate", model, *FLAGS, flag, file)
-        assert run.code == 1
+        assert run.code == 2
         assert f"cannot read {file}: it is UTF-16; convert it to UTF-8" in run.err
 
 
