@@ -44,6 +44,9 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler, self.runner = scheduler, runner
         self.computed_rows = 0
+        self.handed_over: list[Tokens] = []
+        """What the last step told: for a front end that was interrupted while it took it."""
+        self._lost: str | None = None
         self._touched: dict[int, Sequence] = {}
         self._unsettled = False
 
@@ -71,20 +74,44 @@ class EngineCore:
         """Whether ``step`` has anything to do or to report."""
         return self.scheduler.has_work or bool(self._touched)
 
+    def numbers(self) -> frozenset[int]:
+        """The sequences that are unfinished, or whose end was not told yet."""
+        return frozenset(self.scheduler.sequences) | frozenset(self._touched)
+
+    def require_device(self) -> None:
+        """Refuse what comes after the device was lost.
+
+        Raises:
+            DeviceLostError: nothing can be computed any more.
+        """
+        if self._lost is not None:
+            raise DeviceLostError(self._lost)
+
     def add(self, message: Add) -> None:
-        """Queue sequences."""
+        """Queue sequences.
+
+        Raises:
+            DeviceLostError: an earlier step lost the device.
+        """
+        self.require_device()
         self._settle()
+        self._unsettled = True
         self.scheduler.add(message)
+        self._unsettled = False
 
     def abort(self, message: Abort) -> list[Tokens]:
         """Stop sequences and free what they hold. What they had got, for those that were here."""
         self._settle()
         found = [self.scheduler.sequences[number] for number in message.numbers if number in self.scheduler.sequences]
+        reports = []
+        self._unsettled = True
         for sequence in found:
             sequence.finish("abort")
             self.scheduler.leave(sequence)
             self._touched.pop(sequence.number, None)
-        return [_report(sequence) for sequence in found]
+            reports.append(_report(sequence))
+        self._unsettled = False
+        return reports
 
     def step(self) -> list[Tokens]:
         """Run one step. One message for each sequence that got a token, or ended, in it."""
@@ -96,28 +123,32 @@ class EngineCore:
             if plan.segments:
                 self._commit(plan, sequences, self.runner.execute(plan))
         except DeviceLostError as error:
-            self._end_all(str(error))
+            self._lost = str(error)
+            self._end_all(self._lost)
         except Exception as error:
             self._failed(error)
         self._unsettled = False
         return self._hand_over()
 
     def _hand_over(self) -> list[Tokens]:
-        reports = [_report(sequence) for sequence in self._touched.values()]
+        self.handed_over = [_report(sequence) for sequence in self._touched.values()]
         for sequence in self._touched.values():
             sequence.reported = len(sequence.output)
         self._touched = {}
-        return reports
+        return self.handed_over
 
     def _settle(self) -> None:
-        """An interrupt has left a step somewhere: start anew from what is certain, the tokens."""
-        if not self._unsettled:
-            return
+        """An interrupt has left a step, or a message, somewhere in the middle."""
+        if self._unsettled:
+            self._restart()
+            self._unsettled = False
+
+    def _restart(self) -> None:
+        """Compute everything anew, from what is certain wherever a step was left: the tokens."""
         for sequence in self.scheduler.sequences.values():
             if sequence.settle():
                 self._touched[sequence.number] = sequence
         self.scheduler.restart()
-        self._unsettled = False
 
     def _commit(self, plan: StepPlan, sequences: list[Sequence], drawn: list[Drawn]) -> None:
         drawing = [sequence for sequence, part in zip(sequences, plan.segments, strict=True) if part.wanted]
@@ -137,14 +168,14 @@ class EngineCore:
     def _failed(self, error: Exception) -> None:
         """Compute everything anew; give up what an exception has ended twice."""
         failed = self.scheduler.chosen or list(self.scheduler.sequences.values())
-        self.scheduler.restart()
+        self._restart()
         for sequence in failed:
             sequence.failures += 1
             if sequence.failures >= ATTEMPTS and sequence.number in self.scheduler.sequences:
                 self._end(sequence, f"{ATTEMPTS} steps in a row failed; the last with {type(error).__name__}: {error}")
 
     def _end_all(self, reason: str) -> None:
-        self.scheduler.restart()
+        self._restart()
         for sequence in list(self.scheduler.sequences.values()):
             if sequence.number in self.scheduler.sequences:
                 self._end(sequence, reason)
@@ -164,6 +195,7 @@ def _report(sequence: Sequence) -> Tokens:
     new = sequence.reported
     return Tokens(
         number=sequence.number,
+        start=new,
         token_ids=tuple(sequence.output[new:]),
         logprobs=tuple(sequence.logprobs[new:]),
         finish_reason=sequence.finish_reason,

@@ -79,11 +79,13 @@ class TokenLogprobs:
 class Tokens:
     """What a sequence has got since the last message about it.
 
-    logprobs: one for each token, or none at all; finish_reason: None while it runs; error: why it failed; preemptions:
+    start: output tokens that were told of before, so that a message that comes twice changes nothing; logprobs: one for
+    each token, or none at all; finish_reason: None while it runs; error: why it failed; preemptions:
     how often it was computed anew so far; started: when the first of its tokens was computed, by ``time.monotonic``.
     """
 
     number: int
+    start: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None

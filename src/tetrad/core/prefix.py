@@ -49,6 +49,8 @@ class SharedPrefixes:
         """The numbers of the sequences that wait for a prefix."""
         return [number for number, other in self._prefix_of.items() if other is prefix]
 
-    def keep(self, sequences: Collection[int]) -> None:
-        """Forget all waiting but of these numbers."""
-        self._prefix_of = {number: prefix for number, prefix in self._prefix_of.items() if number in sequences}
+    def keep(self, known: Collection[int], waiting: Collection[int]) -> None:
+        """Forget all waiting but of the sequences ``waiting``, and that for a prefix that is not ``known``."""
+        self._prefix_of = {
+            number: prefix for number, prefix in self._prefix_of.items() if number in waiting and prefix.number in known
+        }

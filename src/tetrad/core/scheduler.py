@@ -218,7 +218,7 @@ class Scheduler:
         for sequence in self.running:
             sequence.preemptions += 1
         unfinished = [sequence for sequence in self.sequences.values() if sequence.status is not Status.FINISHED]
-        self.prefixes.keep({sequence.number for sequence in unfinished})
+        self.prefixes.keep(self.sequences, {sequence.number for sequence in unfinished})
         wanted = [sequence for sequence in unfinished if sequence.draws or self.prefixes.waiting_for(sequence)]
         wanted.sort(key=lambda sequence: sequence.order)
         for sequence in wanted:

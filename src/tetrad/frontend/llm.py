@@ -75,25 +75,28 @@ class LLM:
 
         Raises:
             RequestError: names the prompt that cannot be served; none was started.
+            DeviceLostError: an earlier step lost the device; the engine must be built anew.
         """
         if not (isinstance(use_tqdm, bool) or callable(use_tqdm)):
             raise RequestError(f"use_tqdm must be true, false or a class like tqdm, not {type(use_tqdm).__name__}")
         make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
-        ids = self.engine.add_requests(read_prompts(prompts), sampling_params)
         finished: dict[str, RequestOutput] = {}
-        unfinished = set(ids)
+        before = self.engine.request_ids
         try:
+            ids = self.engine.add_requests(read_prompts(prompts), sampling_params)
+            unfinished = set(ids)
             with make_bar(total=len(ids), desc="requests", disable=not use_tqdm) as bar:
                 while unfinished:
                     for output in self.engine.step(finished_only=True, only=unfinished):
                         unfinished.discard(output.request_id)
                         finished[output.request_id] = output
                         bar.update()
-        finally:
-            # an error or an interrupt leaves no request behind; those that finished are gone already
-            for request_id in unfinished:
+            return [finished[request_id] for request_id in ids]
+        except BaseException:
+            # an error or an interrupt leaves no request behind, and no output
+            for request_id in self.engine.request_ids - before:
                 self.engine.abort(request_id)
-        return [finished[request_id] for request_id in ids]
+            raise
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.

@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 
 from tetrad.config.args import EngineArgs
 from tetrad.config.engine_config import EngineConfig
-from tetrad.core.engine_core import EngineCore
+from tetrad.core.engine_core import ATTEMPTS, EngineCore
 from tetrad.core.messages import Abort, Add, AddSequence, Tokens
 from tetrad.errors import ConfigError, RequestError
 from tetrad.frontend.detokenizer import Detokenizer
@@ -64,6 +64,7 @@ class LLMEngine:
         self.requests: dict[str, Request] = {}
         self._choices: dict[int, Choice] = {}
         self._kept: dict[str, RequestOutput] = {}
+        self._unsettled = False
         self._counter = itertools.count()
         self._numbers = itertools.count()
         # as text, because a number would count by its absolute value
@@ -73,6 +74,11 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything to do, or an output to give that nobody has seen yet."""
         return bool(self.requests) or bool(self._kept)
+
+    @property
+    def request_ids(self) -> frozenset[str]:
+        """The ids in use: of unfinished requests, and of those whose last output ``step`` has not given yet."""
+        return frozenset(self.requests) | frozenset(self._kept)
 
     @property
     def computed_tokens(self) -> int:
@@ -103,7 +109,10 @@ class LLMEngine:
         Raises:
             RequestError: the request cannot be served; it says why. Nothing was queued, other requests go on, and
                 later requests draw what they would have drawn.
+            DeviceLostError: an earlier step lost the device; the engine must be built anew.
         """
+        self._settle()
+        self.core.require_device()
         if request_id is not None:
             self._check_name(request_id)
         request = self._request(prompt, self.default_sampling_params if params is None else params)
@@ -119,7 +128,10 @@ class LLMEngine:
 
         Raises:
             RequestError: names the prompt that cannot be served; none was queued.
+            DeviceLostError: an earlier step lost the device; the engine must be built anew.
         """
+        self._settle()
+        self.core.require_device()
         if not isinstance(prompts, SequenceOf) or isinstance(prompts, (str, bytes)):
             raise RequestError(f"prompts must be a list, not {type(prompts).__name__}")
         if params is None or isinstance(params, SamplingParams):
@@ -175,13 +187,20 @@ class LLMEngine:
         return text, ids
 
     def _queue(self, requests: list[Request], request_id: str | None = None) -> list[str]:
-        sequences = []
-        for request in requests:
-            request.request_id = self._new_name() if request_id is None else request_id
-            self.requests[request.request_id] = request
-            sequences += self._sequences(request)
-        shared = _common_prefix([request.prompt_token_ids for request in requests]) if len(sequences) > 1 else 0
-        self.core.add(Add(tuple(sequences), shared))
+        try:
+            sequences = []
+            for request in requests:
+                request.request_id = self._new_name() if request_id is None else request_id
+                self.requests[request.request_id] = request
+                sequences += self._sequences(request)
+            shared = _common_prefix([request.prompt_token_ids for request in requests]) if len(sequences) > 1 else 0
+            self.core.add(Add(tuple(sequences), shared))
+        except BaseException:
+            # an interrupt too: all of them are queued, or none
+            for request in requests:
+                if self.requests.get(request.request_id) is request:
+                    self.abort(request.request_id)
+            raise
         return [request.request_id for request in requests]
 
     def _new_name(self) -> str:
@@ -194,8 +213,7 @@ class LLMEngine:
         room = self.config.max_model_len - len(ids)
         sequences = []
         for index in range(params.n):
-            detokenizer = Detokenizer(self.tokenizer, ids, params.stop_strings, params.min_tokens)
-            choice = Choice(request, index, next(self._numbers), detokenizer)
+            choice = Choice(request, index, next(self._numbers), self._detokenizer(request))
             request.choices.append(choice)
             self._choices[choice.number] = choice
             sequences.append(request.add_sequence(choice, self._seed(params, index), self.eos_token_ids, room))
@@ -208,25 +226,26 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request and free what it holds. Returns its output so far, None if it is not here."""
-        request = self.requests.pop(request_id, None)
+        self._settle()
+        request = self.requests.get(request_id)
         if request is None:
             return self._kept.pop(request_id, None)
+        self._unsettled = True
         running = [choice for choice in request.choices if choice.finish_reason is None]
-        now = time.monotonic()
-        for tokens in self.core.abort(Abort(tuple(choice.number for choice in running))):
-            request.note(tokens, now)
-            self._choices[tokens.number].take(tokens, self._decode_token)
+        self._take(self.core.abort(Abort(tuple(choice.number for choice in running))))
         for choice in running:
             if choice.finish_reason is None:
                 choice.finish("abort")
         self._end(request)
-        return request.output()
+        self._unsettled = False
+        return self._kept.pop(request_id)
 
     def step(self, *, finished_only: bool = False, only: Collection[str] | None = None) -> list[RequestOutput]:
         """Run one step. Returns the output of every request that got a token (or ended) in it.
 
         An exception inside a step ends no request: what ran is computed anew, with the same tokens. Only where the next
-        step fails too, the requests in it end with an error.
+        step fails too, the requests in it end with an error. After an interrupt the next call goes on where this one
+        was left.
 
         Args:
             finished_only: leave out requests that go on. An output is a copy of all tokens so far, so those of long
@@ -237,48 +256,93 @@ class LLMEngine:
         """
         if isinstance(only, str):
             only = (only,)  # not its parts
+        self._settle()
+        self._unsettled = True
         touched = self._take(self.core.step())
-        wanted = [
-            request
+        self._unsettled = False
+        outputs = [
+            self._kept.get(request.request_id) or request.output()
             for request in touched
             if request.finished or not (finished_only or (only is not None and request.request_id not in only))
         ]
-        return self._deliver([request.output() for request in wanted], only)
+        return self._deliver(outputs, only)
 
-    def _take(self, messages: list[Tokens]) -> list[Request]:
-        """Give the choices their tokens. The requests that got any, or ended."""
+    def _take(self, messages: SequenceOf[Tokens], *, again: bool = False) -> list[Request]:
+        """Give the choices their tokens, ``again`` after an interrupt. The requests that got any, or ended."""
         now = time.monotonic()
         touched: dict[str, Request] = {}
         for tokens in messages:
-            choice = self._choices[tokens.number]
+            choice = self._choices.get(tokens.number)
+            # it may have ended here before the core knew, or an interrupt may have come before its end was noted
+            if choice is None or (choice.finish_reason is not None and not again):
+                continue
             request = choice.request
             touched[request.request_id] = request
             request.note(tokens, now)
-            choice.take(tokens, self._decode_token)
+            self._take_choice(choice, tokens, again)
             if choice.finish_reason is not None and tokens.finish_reason is None:
                 self.core.abort(Abort((choice.number,)))  # a stop string, of which the core knows nothing
         for request in touched.values():
             if request.finished:
-                self.requests.pop(request.request_id)
                 self._end(request)
         return list(touched.values())
 
+    def _take_choice(self, choice: Choice, tokens: Tokens, again: bool) -> None:
+        """One message, whatever part of it the choice has. What an exception ends is done again, once."""
+        for attempt in range(ATTEMPTS):
+            try:
+                if again or attempt or tokens.start != len(choice.token_ids):
+                    choice.rewind(tokens.start, self._detokenizer(choice.request))
+                choice.take(tokens, self._decode_token)
+                return
+            except Exception as error:
+                if attempt == ATTEMPTS - 1:
+                    choice.fail(f"its text could not be made: {type(error).__name__}: {error}")
+
+    def _settle(self) -> None:
+        """An interrupt has left a call in the middle: do what is left of it."""
+        if not self._unsettled:
+            return
+        self._choices = {
+            number: choice
+            for number, choice in self._choices.items()
+            if self.requests.get(choice.request.request_id) is choice.request
+        }
+        self._take(self.core.handed_over, again=True)
+        known = self.core.numbers()
+        for choice in list(self._choices.values()):
+            if choice.finish_reason is None and choice.number not in known:
+                choice.finish("abort")  # the core has aborted it already
+        for request in list(self.requests.values()):
+            if request.finished:
+                self._end(request)
+        self._unsettled = False
+
     def _end(self, request: Request) -> None:
-        request.ended = time.monotonic()
+        """Keep the last output and forget the request, in an order that an interrupt may break anywhere."""
+        request.ended = time.monotonic() if request.ended is None else request.ended
+        self._kept[request.request_id] = request.output()
+        self.requests.pop(request.request_id, None)
         for choice in request.choices:
-            del self._choices[choice.number]
+            self._choices.pop(choice.number, None)
+
+    def _detokenizer(self, request: Request) -> Detokenizer:
+        params = request.params
+        return Detokenizer(self.tokenizer, request.prompt_token_ids, params.stop_strings, params.min_tokens)
 
     def _decode_token(self, token_id: int) -> str:
         return "" if self.tokenizer is None else self.tokenizer.decode_token(token_id)
 
     def _deliver(self, outputs: list[RequestOutput], only: Collection[str] | None) -> list[RequestOutput]:
         """The outputs of this step that are wanted, then those kept from earlier ones; the rest is kept."""
-        outputs = [*outputs, *self._kept.values()]
+        new = {output.request_id for output in outputs}
+        outputs = [*outputs, *(output for output in self._kept.values() if output.request_id not in new)]
         if only is None:
-            self._kept.clear()
+            self._kept = {}
             return outputs
-        self._kept = {output.request_id: output for output in outputs if output.request_id not in only}
-        return [output for output in outputs if output.request_id in only]
+        outputs = [output for output in outputs if output.request_id in only]
+        self._kept = {name: output for name, output in self._kept.items() if name not in only}
+        return outputs
 
 
 def _common_prefix(prompts: list[list[int]]) -> int:

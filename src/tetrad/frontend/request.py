@@ -29,8 +29,22 @@ class Choice:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
+    def rewind(self, count: int, detokenizer: Detokenizer) -> None:
+        """Go back to the first ``count`` tokens, none of which ended it. ``detokenizer``: one that has seen nothing.
+
+        It is right wherever an exception has left ``take``.
+        """
+        del self.token_ids[count:], self.logprobs[count:]
+        self.cumulative_logprob = 0.0
+        for token_id, entries in zip(self.token_ids, self.logprobs, strict=False):
+            self.cumulative_logprob += entries[token_id].logprob
+        for token_id in self.token_ids:
+            detokenizer.append(token_id)
+        self.detokenizer, self.finish_reason, self.stop_reason = detokenizer, None, None
+
     def take(self, tokens: Tokens, decode_token: DecodeToken) -> None:
         """What the core tells of it: new tokens, and how it ended. A stop string ends it before the core knows."""
+        assert tokens.start == len(self.token_ids), "a message is missing, or came twice"
         self.preemptions = tokens.preemptions
         last = len(tokens.token_ids) - 1
         for place, token_id in enumerate(tokens.token_ids):
@@ -55,6 +69,10 @@ class Choice:
         entries = {other: Logprob(value, rank, decode_token(other)) for other, value, rank in logprobs.entries}
         self.logprobs.append(entries)
         self.cumulative_logprob += entries[token_id].logprob
+
+    def fail(self, error: str) -> None:
+        """Mark it as finished by an error. Its text stays as it is, for that may be what failed."""
+        self.request.error, self.finish_reason, self.stop_reason = error, "error", None
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """Mark it as finished; text that was held back is let go."""

@@ -56,24 +56,31 @@ def sinkhorn(logits: Tensor, eps: float, iterations: int) -> Tensor:
 
     ``iterations`` counts the column normalisations. Every denominator has ``eps`` added, the softmax ``eps`` as well.
     """
-    # In place, for a step spends more launches here than anywhere else. A row of eps below each matrix is the last term
-    # of the sums of its columns.
+    # In place, for a step spends more launches here than anywhere else. Each normalisation reads one buffer and writes
+    # the other, transposed, so that it always sums over the middle dimension; the last term of every sum is eps, which
+    # stands in a row below the matrices.
     count = logits.shape[-1]
-    columns = logits.new_full((logits.shape[0], count + 1, count), eps)
-    comb = columns[:, :count]
-    torch.exp(logits - logits.amax(-1, keepdim=True), out=comb)
-    comb.div_(comb.sum(-1, keepdim=True)).add_(eps)
-    comb.div_(columns.sum(-2, keepdim=True))
+    sums = logits.new_empty((2, logits.shape[0], 1, count))
+    buffers = logits.new_full((2, logits.shape[0], count + 1, count), eps)
+    by_row, by_column = buffers.unbind()
+    row_sum, column_sum = sums.unbind()
+    rows, columns = by_row[:, :count].mT, by_column[:, :count]
+    row_divisor = row_sum.mT
+    torch.exp(logits - logits.amax(-1, keepdim=True), out=columns)
+    columns.div_(columns.sum(-1, keepdim=True)).add_(eps)
+    torch.sum(by_column, -2, keepdim=True, out=column_sum)
     for _ in range(iterations - 1):
-        comb.div_(comb.sum(-1, keepdim=True).add_(eps))
-        comb.div_(columns.sum(-2, keepdim=True))
-    return comb
+        torch.div(columns, column_sum, out=rows)
+        torch.sum(by_row, -2, keepdim=True, out=row_sum)
+        torch.div(rows, row_divisor, out=columns)
+        torch.sum(by_column, -2, keepdim=True, out=column_sum)
+    return columns.div_(column_sum)
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """The sub-layer's input: sum_j pre_j X_j in fp32, cast to the dtype of the streams; [R, D]."""
-    terms = zip(pre.unsqueeze(-1).unbind(1), streams.float().unbind(1), strict=True)
-    return ordered_sum([weight * stream for weight, stream in terms]).to(streams.dtype)
+    terms = pre.unsqueeze(-1) * streams.float()
+    return ordered_sum(terms.unbind(1)).to(streams.dtype)
 
 
 def expand(streams: Tensor, output: Tensor, weights: MixWeights) -> Tensor:

@@ -111,8 +111,9 @@ class _Runs(NamedTuple):
         """x: [P, K]; weights: [E, M, K]. Every run times its expert's weight: [P, M]."""
         if not self.experts:
             return x.new_empty((0, weights.shape[1]))
+        matrices = weights.unbind()
         parts = zip(x.split(self.sizes), self.experts, strict=True)
-        return torch.cat([linear(part, weights[expert]) for part, expert in parts])
+        return torch.cat([linear(part, matrices[expert]) for part, expert in parts])
 
 
 class SharedExpert(nn.Module):
