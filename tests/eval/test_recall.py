@@ -280,12 +280,6 @@ def test_what_ends_it_early_keeps_the_answers(monkeypatch, capsys, end, code, sa
     assert said in captured.err
 
 
-def test_a_picture_without_a_folder(tmp_path, capsys):
-    """Known before the measurement, not after it."""
-    assert main(["eval", "recall", "--png", str(tmp_path / "none" / "a.png")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("seed", [1, 2**40])
 def test_a_negative_seed_makes_a_document_of_its_own(seed):
     """``--seed -1`` gave the document of ``--seed 1``."""
