@@ -212,7 +212,7 @@ def _device_name(device: torch.device) -> str:
 def _batches(
     cells: list[tuple[int, float, int]], questions: int, max_num_seqs: int
 ) -> Iterator[list[tuple[int, float, int]]]:
-    """As many documents of one length at once as there is room for, each with its questions and its stem."""
+    """As many documents of one length at once as there is room for, each with its questions and their common prefix."""
     size = max(1, max_num_seqs // (questions + 1))
     for length in dict.fromkeys(length for length, _, _ in cells):
         same = [cell for cell in cells if cell[0] == length]

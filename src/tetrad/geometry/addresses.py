@@ -164,7 +164,7 @@ class KVLayout:
     :param entries: entries in a page, at least 1
     :param nope_dim: channels that RoPE leaves alone; ``rope_dim``: those that it turns, which come last. Either may be
         0, not both
-    :param rope_dtype: torch.bfloat16 or torch.float32, of the turned channels in an fp8 entry
+    :param rope_dtype: torch.bfloat16 or torch.float32, of the channels that RoPE rotates, in an fp8 entry
     :raises ConfigError: for an unknown dtype or a number that is too small
     :raises TypeError: if a number is no plain int
     """
