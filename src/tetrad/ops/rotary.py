@@ -30,10 +30,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) 
             f"turn; got {x.dtype} of the shape {list(x.shape)}"
         )
     rope = 2 * cos.shape[-1]
-    shape = (cos.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[1], -1)
+    shape = (cos.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[1],)
     signed = torch.stack((sin, -sin) if inverse else (-sin, sin), dim=-1)
     plain, rotary = x.split((x.shape[-1] - rope, rope), dim=-1)
     # both of a pair at once: (a, b) cos + (b, a) (-sin, sin); a difference is the sum with the negative, bit by bit
     pair = rotary.float().unflatten(-1, (-1, 2))
-    rotated = pair * cos.view(shape) + pair.flip(-1) * signed.view(shape)
+    rotated = pair * cos.view(*shape, 1) + pair.flip(-1) * signed.view(*shape, 2)
     return torch.cat((plain, rotated.flatten(-2).to(x.dtype)), dim=-1)
