@@ -76,7 +76,8 @@ def current_platform(device: torch.device | str) -> Platform:
 def fp4_refusal(index_head_dim: int, platform: Platform, support: Sequence[Support]) -> str | None:
     """Why this platform cannot keep index keys in FP4, or None if it can. The one predicate behind every such branch.
 
-    :param support: what every back end of the scorer answers for FP4 keys of this head dimension on this platform
+    Args:
+        support: what every back end of the scorer answers for FP4 keys of this head dimension on this platform
     """
     if index_head_dim % mxfp4.GROUP_SIZE:
         return f"index_head_dim {index_head_dim} is not a multiple of {mxfp4.GROUP_SIZE}, the channels of one FP4 scale"
@@ -94,11 +95,14 @@ def resolve_index_dtype(
     "auto" takes fp4 where a back end serves it and fp8 elsewhere, never fails, and logs its choice. "fp4" (or
     "mxfp4") on a platform that cannot serve it logs one warning and becomes fp8. Everything else is taken as asked.
 
-    :param requested: "auto", "fp4", "mxfp4", "fp8", "bf16" or "fp32"
-    :param index_head_dim: channels of an index key
-    :param support: as in :func:`fp4_refusal`
-    :param strict: makes that warning an error
-    :raises ConfigError: for an unknown ``requested``, or with ``strict`` where fp4 was asked for and cannot be served
+    Args:
+        requested: "auto", "fp4", "mxfp4", "fp8", "bf16" or "fp32"
+        index_head_dim: channels of an index key
+        support: as in :func:`fp4_refusal`
+        strict: makes that warning an error
+
+    Raises:
+        ConfigError: for an unknown ``requested``, or with ``strict`` where fp4 was asked for and cannot be served
     """
     dtype = _ALIASES.get(requested, requested)
     if dtype not in INDEX_DTYPES and dtype != "auto":

@@ -153,7 +153,8 @@ it on a device."""
 def support(op: str, platform: Platform, problem: Problem) -> tuple[Support, ...]:
     """What every back end of ``op`` answers, in order of preference.
 
-    :raises ConfigError: if there is no such op
+    Raises:
+        ConfigError: if there is no such op
     """
     _check_asked(platform, problem)
     given = [Support(op, backend.name, *backend.supports(platform, problem)) for backend in _backends(op)]
@@ -170,7 +171,8 @@ def _if_proven(answer: Support) -> Support:
 def choose_backend(op: str, platform: Platform, problem: Problem) -> Choice:
     """The first back end of ``op`` that supports the problem on the platform.
 
-    :raises ConfigError: if there is no such op, or none of its back ends supports the problem
+    Raises:
+        ConfigError: if there is no such op, or none of its back ends supports the problem
     """
     refusals: list[tuple[str, str]] = []
     for backend, answer in zip(_backends(op), support(op, platform, problem), strict=True):
@@ -184,7 +186,8 @@ def choose_backend(op: str, platform: Platform, problem: Problem) -> Choice:
 def named_backend(op: str, name: str, platform: Platform, problem: Problem) -> Choice:
     """The back end of ``op`` that is called ``name``, also one of ``UNPROVEN``; for comparisons, which must check it.
 
-    :raises ConfigError: if there is no such op or back end, or it does not support the problem on the platform
+    Raises:
+        ConfigError: if there is no such op or back end, or it does not support the problem on the platform
     """
     _check_asked(platform, problem)
     backends = {backend.name: backend for backend in _backends(op)}
@@ -209,9 +212,12 @@ def forced_backends(names: Mapping[str, str] | str) -> Iterator[None]:
     not touched, nor is what :func:`choose_backend` says. An op that is not named goes where it always goes. A back end
     that does not support a call makes it a ``ConfigError``.
 
-    :param names: the name of a back end by op, or names alone, joined by "+"; of several that an op has, the first
-    :raises ConfigError: if there is no such op or back end
-    :raises TypeError: if ``names`` is neither a mapping nor a text
+    Args:
+        names: the name of a back end by op, or names alone, joined by "+"; of several that an op has, the first
+
+    Raises:
+        ConfigError: if there is no such op or back end
+        TypeError: if ``names`` is neither a mapping nor a text
     """
     if isinstance(names, str):
         names = _names_by_op(names.split("+"))

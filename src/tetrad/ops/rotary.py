@@ -17,8 +17,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) 
     (a, b) -> (a cos - b sin, a sin + b cos); ``inverse`` uses -sin. x: [N, ..., D]; cos, sin: fp32 [N, rope / 2], one
     angle per row and pair. Computed in fp32, returned in the dtype of ``x``.
 
-    :raises ValueError: for a wrong shape
-    :raises TypeError: for a wrong type or dtype
+    Raises:
+        ValueError: for a wrong shape
+        TypeError: for a wrong type or dtype
     """
     check_is_tensor("x", x)
     check_tensor("cos", cos, torch.float32, (x.shape[0] if x.dim() > 1 else None, None), "rows, pairs", strided=True)
