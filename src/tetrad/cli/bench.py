@@ -26,6 +26,11 @@ _EXAMPLES = (
     "tetrad bench indexer --decode 64x32768,8x32768x4 --dtypes fp4,fp8 --only score",
     "tetrad bench indexer --prefill 4096x16384 --peer deep_gemm --json",
 )
+_STAGING_EXAMPLES = (
+    "tetrad bench staging",
+    "tetrad bench staging --device cpu --sequences 64 --context 8192",
+    "tetrad bench staging --json",
+)
 
 
 def add_command(commands: Any) -> None:
@@ -88,7 +93,7 @@ def add_command(commands: Any) -> None:
 
 def _add_staging(kinds: Any) -> None:
     text = "the host's part of a decode step: scheduling, block tables, tokens; no model"
-    staging = kinds.add_parser("staging", help=text, description=text, examples=("tetrad bench staging --json",))
+    staging = kinds.add_parser("staging", help=text, description=text, examples=_STAGING_EXAMPLES)
     staging.add_argument("--device", metavar="NAME", help="cuda, cuda:1 or cpu (default: a GPU where there is one)")
     staging.add_argument("--sequences", type=int, default=256, metavar="N", help="sequences that decode together")
     staging.add_argument("--context", type=int, default=1_000_000, metavar="N", help="tokens that each of them has")
