@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from tetrad.errors import ConfigError
-from tetrad.ops.backends import Problem, offers
-from tetrad.platforms import Offer, Platform, ResolvedIndexDtype, current_platform, fp4_refusal, resolve_index_dtype
+from tetrad.ops.backends import Problem, support
+from tetrad.platforms import Platform, ResolvedIndexDtype, Support, current_platform, fp4_refusal, resolve_index_dtype
 
 CPU = Platform("cpu", "cpu", "some processor")
 OLD = Platform("cuda", "sm_70", "an old device")
 SERVED = [
-    Offer("indexer_logits", "fast", False, "needs sm_90"),
-    Offer("indexer_logits", "slow", True, "runs everywhere"),
+    Support("indexer_logits", "fast", False, "needs sm_90"),
+    Support("indexer_logits", "slow", True, "runs everywhere"),
 ]
-REFUSED = [Offer("indexer_logits", "fast", False, "needs sm_90"), Offer("indexer_logits", "slow", False, "no FP4")]
+REFUSED = [Support("indexer_logits", "fast", False, "needs sm_90"), Support("indexer_logits", "slow", False, "no FP4")]
 
 
 def resolve(requested: str, *, head_dim: int = 128, platform=CPU, offered=SERVED, strict: bool = False):
-    return resolve_index_dtype(requested, index_head_dim=head_dim, platform=platform, offers=offered, strict=strict)
+    return resolve_index_dtype(requested, index_head_dim=head_dim, platform=platform, support=offered, strict=strict)
 
 
 def records(caplog) -> list[tuple[str, str]]:
@@ -93,8 +93,8 @@ def test_unknown_dtype(requested):
 def test_the_cpu_serves_fp4():
     """With the real registry: the reference is enough for auto to mean fp4."""
     platform = current_platform("cpu")
-    real = offers("indexer_logits", platform, Problem("fp4", 128, 64))
-    assert resolve_index_dtype("auto", index_head_dim=128, platform=platform, offers=real).dtype == "fp4"
+    real = support("indexer_logits", platform, Problem("fp4", 128, 64))
+    assert resolve_index_dtype("auto", index_head_dim=128, platform=platform, support=real).dtype == "fp4"
 
 
 def test_the_platform_of_a_device():

@@ -19,13 +19,13 @@ from tests.engine.small import random_ids, small_config, small_options, write_to
 from tetrad import LLM, SamplingParams
 from tetrad.formats import fp8, mxfp4
 from tetrad.formats.hadamard import rotate
-from tetrad.geometry import IndexDtype, IndexLayout, KVDtype, KVLayout
+from tetrad.geometry import IndexDtype, IndexLayout, KVDtype, KVLayout, PagedKV
 from tetrad.models.checkpoint.dummy import dummy_state
 from tetrad.models.checkpoint.writer import write_checkpoint
-from tetrad.ops import index_topk, quantize_index_query, write_index_keys
+from tetrad.ops import index_topk, physical_slots, quantize_index_query, write_index_keys
 from tetrad.ops.compress import compress
 from tetrad.ops.kv_entries import write_kv_entries
-from tetrad.ops.sparse_attention import KeySegment, sparse_attention
+from tetrad.ops.sparse_attention import sparse_attention
 
 Setting = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -178,9 +178,10 @@ def operands(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         "end": torch.arange(290, 299, dtype=torch.int32),
         "slots": torch.arange(300),
         "step": normal(16, 2, 64),
-        "state": normal(16, 2, 64),
-        "source_rows": torch.arange(32).view(4, 8) - 16,
-        "source_places": 15 - torch.arange(32).view(4, 8),
+        "state": normal(3, 16, 2, 64),
+        "rows": torch.full((16,), 2, dtype=torch.int32),
+        "position": torch.arange(21, 37),
+        "first": torch.full((16,), 21),
         "sinks": normal(5),
     }
 
@@ -195,17 +196,17 @@ def computed(given: dict[str, torch.Tensor], index_dtype: IndexDtype) -> dict[st
         q, scale, given["weights"], pages, given["table"], given["request"], given["end"], 20, width=299
     )
     kv = KVLayout(KVDtype.FP8, 64, 48, 16)
-    kv_pages = given["keys"].new_zeros((5, kv.page_bytes), dtype=torch.uint8)
-    write_kv_entries(given["keys"], kv_pages, given["slots"], kv)
-    segment = KeySegment(kv_pages, kv, given["table"], 20, 16, entries=chosen)
+    cache = PagedKV(given["keys"].new_zeros((5, kv.page_bytes), dtype=torch.uint8), kv)
+    write_kv_entries(given["keys"], cache, given["slots"])
+    slots = physical_slots(chosen, given["table"], given["request"]).long()
     codes, scales = mxfp4.quantize(given["keys"])
     tiles, tile_scales = fp8.quantize_blocks(given["keys"])
     return {
         "pages": pages,
         "chosen": chosen,
-        "attention": sparse_attention(given["query"], given["sinks"], [segment], given["request"], scale=0.125),
+        "attention": sparse_attention(given["query"], given["sinks"], cache, slots, scale=0.125),
         "pooled": compress(
-            given["step"], given["state"], given["source_rows"], given["source_places"].clamp(-1, 15), overlap=True
+            *(given[name] for name in ("step", "state", "rows", "position", "first")), ratio=4, overlap=True
         ),
         "rotated": rotate(given["keys"]),
         "mxfp4": mxfp4.dequantize(codes, scales),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from data import PAD, documents, encode
 from model import Model, Pass
+from shape import Shape
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,25 @@ class Outcome:
     kind: str
     depth: float
     right: bool
+
+
+def document_tokens(length: int, largest: int) -> int:
+    """Tokens of the document such that it and a question have about `length`: a multiple of the `largest` ratio."""
+    return max(largest, (length - largest) // largest * largest)
+
+
+def _document_seed(seed: int, number: int) -> int:
+    return seed * 1_000_003 + number
+
+
+def check_room(
+    shape: Shape, length: int, count: int, *, facts: int | None = None, per_document: int = 32, seed: int = 7
+) -> None:
+    """Raises ValueError if a document of `recall` with these arguments cannot hold its facts."""
+    tokens = document_tokens(length, max(shape.compress_ratios))
+    for number in range(-(-count // per_document)):
+        asked = min(per_document, count - number * per_document)
+        documents.make_document(_document_seed(seed, number), tokens, asked, facts=facts)
 
 
 @torch.no_grad()
@@ -39,7 +59,7 @@ def recall(
     """Asks `count` questions about documents such that document and question together have about `length` tokens."""
     device = model.head.weight.device
     largest = max(model.shape.compress_ratios)
-    tokens = max(largest, (length - largest) // largest * largest)
+    tokens = document_tokens(length, largest)
     common = {
         "selection": selection,
         "topk": topk or model.shape.index_topk,
@@ -50,7 +70,7 @@ def recall(
     outcomes: list[Outcome] = []
     for number in range(-(-count // per_document)):
         asked = min(per_document, count - number * per_document)
-        document = documents.make_document(seed * 1_000_003 + number, tokens, asked, facts=facts)
+        document = documents.make_document(_document_seed(seed, number), tokens, asked, facts=facts)
         run = Pass(**common, keep=[])
         model(torch.tensor([encode(document.text)], device=device), run)
         prompts = [encode(question.prompt) for question in document.questions]

@@ -29,5 +29,17 @@ def export(run: Path, folder: Path) -> None:
     print(f"{folder}: {size / 1e6:.2f} MB")
 
 
+def main(arguments: list[str]) -> str | None:
+    """Exports; returns what was wrong, or None."""
+    if len(arguments) != 2:
+        return "export.py: error: name the run's folder and the checkpoint's: python export.py RUN FOLDER"
+    run, folder = map(Path, arguments)
+    for name in ("config.json", "model.safetensors"):
+        if not (run / name).is_file():
+            return f"export.py: error: {run} has no {name}; name the folder that train.py --out wrote"
+    export(run, folder)
+    return None
+
+
 if __name__ == "__main__":
-    export(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main(sys.argv[1:]))

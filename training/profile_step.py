@@ -45,4 +45,6 @@ def main(tokens: int) -> None:
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("profile_step.py: error: it lists the kernels of a GPU, and torch sees none here")
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 32768)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from model import Model
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 LIMIT = 16 * 2**20 - 2**16
@@ -42,12 +42,31 @@ def _compact(model: Model) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _check(path: Path, metadata: dict[str, str], shapes: dict[str, tuple[int, ...]], model: Model) -> None:
+    if not {"step", "kind"} <= set(metadata):
+        raise ValueError(f"--state {path} is no state of a leg; name the state.safetensors that train.py wrote")
+    for name, value in model.state_dict().items():
+        if shapes.get(f"model.{name}") != tuple(value.shape):
+            raise ValueError(
+                f"--state {path} is of another model: {name} is {shapes.get(f'model.{name}', 'missing')} there and "
+                f"{tuple(value.shape)} here; continue with the --recipe of the leg that wrote it"
+            )
+
+
 @torch.no_grad()
 def load_state(path: Path, model: Model, optimisers: list[torch.optim.Optimizer]) -> tuple[int, bool]:
-    """Puts a saved state into the model and its optimisers; returns the step and whether the moments came along."""
-    with safe_open(path, "pt") as file:
+    """Puts a saved state into the model and its optimisers; returns the step and whether the moments came along.
+
+    Raises ValueError if the file is no state, or the state of a model of another shape.
+    """
+    try:
+        opened = safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"--state {path} is no safetensors file: {error}") from error
+    with opened as file:
         metadata = file.metadata() or {}
         names = set(file.keys())
+        _check(path, metadata, {name: tuple(file.get_slice(name).get_shape()) for name in names}, model)
         for name, value in model.state_dict(keep_vars=True).items():
             stored = file.get_tensor(f"model.{name}")
             if f"scale.{name}" in names:

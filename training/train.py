@@ -22,66 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import torch.nn.functional as F
 from data import Batch, Batches, Stage
-from evaluate import recall, table
-from model import Model, Pass, Shape
+from evaluate import check_room, recall, table
+from model import Model, Pass
 from optimise import make_optimisers, set_rates
+from options import Evaluation, parse
 from quantise import fp4_groups, fp8_tiles
+from recipes import RECIPES
 from safetensors.torch import load_file, save_file
+from shape import Shape
 from state import load_state, save_state
 from torch.utils.data import DataLoader
-
-TINY = Shape(
-    hidden_size=64, compress_ratios=(0, 4, 128, 0), num_attention_heads=2, head_dim=64, qk_rope_head_dim=16,
-    q_lora_rank=32, o_groups=1, o_lora_rank=32, index_n_heads=32, index_head_dim=32, index_topk=16,
-    moe_intermediate_size=32, n_routed_experts=4, num_hash_layers=1,
-)  # fmt: skip
-
-RECIPES: dict[str, tuple[Shape, list[Stage]]] = {
-    "tiny": (
-        TINY,
-        [
-            Stage(30, (256,), tokens=1024, rows=32),
-            Stage(20, (256, 512), selection=True, quantised=True, gaps=0.5, tokens=1024, rows=32),
-        ],
-    ),
-    "probe": (
-        Shape(),
-        [
-            Stage(500, (256,)),
-            Stage(500, (512, 1024)),
-            Stage(500, (1024, 2048), selection=True, gaps=0.3),
-        ],
-    ),
-    "short": (
-        Shape(),
-        [
-            Stage(100, (256,), varied=0.5),
-            Stage(125, (512, 1024), varied=0.5),
-            Stage(125, (1024, 2048), selection=True, gaps=0.3, varied=0.5),
-            Stage(250, (2048, 4096, 8192), selection=True, quantised=True, gaps=0.5, varied=0.5),
-        ],
-    ),
-    "full": (
-        Shape(),
-        [  # The first leg ends at step 4900; the last stage is a leg of its own.
-            Stage(400, (256,)),
-            Stage(500, (512, 1024)),
-            Stage(600, (1024, 2048), selection=True, gaps=0.3),
-            Stage(1200, (1024, 2048, 4096, 8192), selection=True, gaps=0.5),
-            Stage(2200, (512, 2048, 4096, 8192, 16384, 32768), selection=True, quantised=True, gaps=0.5),
-            Stage(
-                2000,
-                (256, 1024, 2048, 8192, 16384, 32768),
-                selection=True,
-                quantised=True,
-                gaps=0.5,
-                varied=0.6,
-                density=4.0,
-                peak=0.35,
-            ),
-        ],
-    ),
-}
 
 
 def scaled(stages: list[Stage], factor: float) -> list[Stage]:
@@ -232,29 +182,23 @@ def load_final(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="full", choices=sorted(RECIPES))
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--state", type=Path, help="continue from this leg's state")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--stop", type=int, help="end this leg before this step")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="end this leg after so long")
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies every stage's steps")
-    parser.add_argument("--tokens", type=int, help="tokens per step, whatever the stage says")
-    parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.02)
-    parser.add_argument("--decay", type=float, default=0.4, help="the share of the steps over which the rate falls")
-    parser.add_argument("--muon", action="store_true")
-    parser.add_argument("--other", type=float, default=0.05, help="weight of the loss outside answers")
-    parser.add_argument("--index", type=float, default=0.3, help="weight of the indexers' loss")
-    parser.add_argument("--balance", type=float, default=1e-3)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--graphs", action="store_true", help="capture the steps as CUDA graphs")
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--every", type=int, default=50, help="steps between progress lines")
-    parser.add_argument("--evaluate", default="", help="after the leg: length:questions:format[:topk[:facts]],...")
-    return parser.parse_args(arguments)
+def per_document(asked: Evaluation) -> int:
+    """Questions about one document of an evaluation: as many as find room in a short one."""
+    if asked.length < 2048:
+        return max(1, asked.length // 256)
+    return 64 if asked.length >= 16384 else 32
+
+
+def check(stages: list[Stage], shape: Shape, options: argparse.Namespace) -> None:
+    """Raises ValueError for what would otherwise fail in the middle of the run or after it."""
+    longest, least = max(max(stage.lengths) for stage in stages), min(stage.tokens for stage in stages)
+    if options.tokens and least < longest:
+        raise ValueError(f"--tokens {options.tokens} is less than the recipe's longest sequence of {longest}")
+    for asked in options.evaluate:
+        try:
+            check_room(shape, asked.length, asked.questions, facts=asked.facts, per_document=per_document(asked))
+        except ValueError as error:
+            raise ValueError(f"--evaluate {asked.text}: the document is too short: {error}") from error
 
 
 def run(options: argparse.Namespace) -> Model:
@@ -264,6 +208,7 @@ def run(options: argparse.Namespace) -> Model:
         stages = [replace(stage, tokens=options.tokens) for stage in stages]
     batches = Batches(stages, options.seed)
     total = len(batches)
+    check(stages, shape, options)
     torch.set_float32_matmul_precision("high")
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     model = Model(shape, options.seed, dtype).to(options.device)
@@ -272,6 +217,8 @@ def run(options: argparse.Namespace) -> Model:
     if options.state:
         step, exact = load_state(options.state, model, optimisers)
         resumed = 0 if exact else step
+        if step >= min(total, options.stop or total):
+            raise ValueError(f"--state {options.state} is after step {step}; nothing is left before the leg's end")
     stepper = Stepper(model, optimisers, options)
     stop = min(total, options.stop or total)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -307,21 +254,22 @@ def run(options: argparse.Namespace) -> Model:
     print(f"state after step {step}: {kind}, {time.perf_counter() - begun:.1f} s")
     quantised = batches.stage_of[max(0, step - 1)].quantised
     save_final(model, options.out, quantised)
-    for item in filter(None, options.evaluate.split(",")):
-        length, count, index_format, *rest = item.split(":")
-        topk, facts = (int(value) if value else None for value in (*rest, "", "")[:2])
+    for asked in options.evaluate:
         mark = time.perf_counter()
         outcomes = recall(
-            model, int(length), int(count), index_format="bf16" if index_format == "dense" else index_format,
-            topk=topk, facts=facts, selection=index_format != "dense", quantised=quantised,
-            per_document=64 if int(length) >= 16384 else 32,
+            model, asked.length, asked.questions, index_format="bf16" if asked.dense else asked.index_format,
+            topk=asked.topk, facts=asked.facts, selection=not asked.dense, quantised=quantised,
+            per_document=per_document(asked),
         )  # fmt: skip
-        print(f"recall {item}: {table(outcomes)}  ({time.perf_counter() - mark:.1f} s)", flush=True)
+        print(f"recall {asked.text}: {table(outcomes)}  ({time.perf_counter() - mark:.1f} s)", flush=True)
         rows = [[o.kind, round(o.depth, 4), int(o.right)] for o in outcomes]
         with (options.out / "recall.jsonl").open("a") as file:
-            file.write(json.dumps({"item": item, "step": step, "outcomes": rows}) + "\n")
+            file.write(json.dumps({"item": asked.text, "step": step, "outcomes": rows}) + "\n")
     return model
 
 
 if __name__ == "__main__":
-    run(parse())
+    try:
+        run(parse())
+    except (ValueError, OSError) as error:
+        sys.exit(f"train.py: error: {error}")

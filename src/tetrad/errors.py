@@ -28,7 +28,8 @@ class DeviceLostError(TetradError, RuntimeError):
 def check_integer(name: str, value: Any) -> None:
     """Refuse what is not a plain int; True is no number, and neither is a tensor, which would have to be waited for.
 
-    :raises TypeError: if it is not
+    Raises:
+        TypeError: if it is not
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be a plain int; got {type(value).__name__}")
@@ -37,8 +38,9 @@ def check_integer(name: str, value: Any) -> None:
 def check_whole(name: str, value: Any, least: int, *, error: type[ValueError] = ValueError) -> None:
     """Refuse what is not a plain int of at least ``least``.
 
-    :raises TypeError: if it is no plain int
-    :raises ValueError: if it is too small, or the ``error`` given instead
+    Raises:
+        TypeError: if it is no plain int
+        ValueError: if it is too small, or the ``error`` given instead
     """
     check_integer(name, value)
     if value < least:

@@ -1,7 +1,8 @@
 """What a device can do, and which dtype the index cache gets on it: the only place where an architecture is asked.
 
-Back ends offer themselves for an operation with a reason (:class:`Offer`); the registry of ``tetrad.ops.backends``
-makes the offers, this module only weighs them. The decision is made once, when an engine is built.
+Back ends answer whether they support an operation, with a reason (:class:`Support`). The registry of
+``tetrad.ops.backends`` asks them, this module only weighs the answers. The decision is made once, when an engine is
+built.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Platform:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Support:
     """A back end's answer to "can you compute this here?". ``reason`` says why not, or what speaks for it."""
 
     op: str
@@ -72,32 +73,36 @@ def current_platform(device: torch.device | str) -> Platform:
     return Platform(device.type, device.type, device.type)
 
 
-def fp4_refusal(index_head_dim: int, platform: Platform, offers: Sequence[Offer]) -> str | None:
+def fp4_refusal(index_head_dim: int, platform: Platform, support: Sequence[Support]) -> str | None:
     """Why this platform cannot keep index keys in FP4, or None if it can. The one predicate behind every such branch.
 
-    :param offers: what every back end of the scorer answers for FP4 keys of this head dimension on this platform
+    Args:
+        support: what every back end of the scorer answers for FP4 keys of this head dimension on this platform
     """
     if index_head_dim % mxfp4.GROUP_SIZE:
         return f"index_head_dim {index_head_dim} is not a multiple of {mxfp4.GROUP_SIZE}, the channels of one FP4 scale"
-    if any(offer.supported for offer in offers):
+    if any(answer.supported for answer in support):
         return None
-    refusals = "; ".join(f"{offer.name}: {offer.reason}" for offer in offers) or "there is none at all"
+    refusals = "; ".join(f"{answer.name}: {answer.reason}" for answer in support) or "there is none at all"
     return f"no back end scores FP4 keys on {platform.arch} ({refusals})"
 
 
 def resolve_index_dtype(
-    requested: str, *, index_head_dim: int, platform: Platform, offers: Sequence[Offer], strict: bool = False
+    requested: str, *, index_head_dim: int, platform: Platform, support: Sequence[Support], strict: bool = False
 ) -> ResolvedIndexDtype:
     """The dtype of the index cache. To be called once per engine, since it logs.
 
     "auto" takes fp4 where a back end serves it and fp8 elsewhere, never fails, and logs its choice. "fp4" (or
     "mxfp4") on a platform that cannot serve it logs one warning and becomes fp8. Everything else is taken as asked.
 
-    :param requested: "auto", "fp4", "mxfp4", "fp8", "bf16" or "fp32"
-    :param index_head_dim: channels of an index key
-    :param offers: as in :func:`fp4_refusal`
-    :param strict: makes that warning an error
-    :raises ConfigError: for an unknown ``requested``, or with ``strict`` where fp4 was asked for and cannot be served
+    Args:
+        requested: "auto", "fp4", "mxfp4", "fp8", "bf16" or "fp32"
+        index_head_dim: channels of an index key
+        support: as in :func:`fp4_refusal`
+        strict: makes that warning an error
+
+    Raises:
+        ConfigError: for an unknown ``requested``, or with ``strict`` where fp4 was asked for and cannot be served
     """
     dtype = _ALIASES.get(requested, requested)
     if dtype not in INDEX_DTYPES and dtype != "auto":
@@ -106,10 +111,10 @@ def resolve_index_dtype(
     if dtype not in ("auto", "fp4"):
         return ResolvedIndexDtype(dtype, requested, "as asked for")
 
-    refusal = fp4_refusal(index_head_dim, platform, offers)
+    refusal = fp4_refusal(index_head_dim, platform, support)
     if dtype == "auto":
         if refusal is None:
-            serving = next(offer.name for offer in offers if offer.supported)
+            serving = next(answer.name for answer in support if answer.supported)
             resolved = ResolvedIndexDtype("fp4", requested, f"the {serving} back end serves fp4 on {platform.arch}")
         else:
             resolved = ResolvedIndexDtype("fp8", requested, refusal)

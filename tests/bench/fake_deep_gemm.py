@@ -1,4 +1,4 @@
-"""DeepGEMM's public calls in torch, with the checks that its own make, in the roles that it gives its arguments."""
+"""The older DeepGEMM's public calls in torch, with the checks that its own make, in the roles of its arguments."""
 
 from __future__ import annotations
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+
 import pytest
 
 from tetrad.bench.cases import Case, Kind, Op, Shape
 from tetrad.bench.costs import Ceilings, Cost, Rate, cost_of, floor_of
 from tetrad.bench.measurement import BenchResult, BenchSettings, Result, Status
-from tetrad.bench.report import table, to_dict
+from tetrad.bench.report import from_dict, table, to_dict
+from tetrad.bench.roofline import _LEAST_APART, _spread, draw, picture
 from tetrad.bench.timing import Timing
+from tetrad.cli.main import main
+from tetrad.errors import ConfigError
 from tetrad.geometry import IndexDtype
 
 CEILINGS = Ceilings(read=Rate(4.3e12, "read"), fp8=Rate(1.5e15, "fp8"), bf16=Rate(0.75e15, "bf16"))
@@ -126,7 +132,7 @@ def test_table(finished):
     assert "timed by CUDA graphs" in lines
     at = lines.index("decode 64x32768x1")
     assert [" ".join(line.split()) for line in lines[at + 1 :]] == [
-        "op index by us TB/s TFLOP/s floor us bound % of floor ratio note",
+        "op index by us TB/s TFLOP/s floor us bound % ratio note",
         "topk fast 20.00 0.426 1.98 memory 9.9",
         "score fp4 fast 100.00 1.51 343.6 35.18 memory 35.2",
         "score fp4 theirs 250.00 0.605 137.4 35.18 memory 14.1 2.50x contiguous keys, warm cache",
@@ -155,3 +161,55 @@ def test_json(finished):
     assert document["results"][1]["status"] == "refused"
     assert document["results"][1]["microseconds"] is None
     assert document["ceilings"]["read"] == {"per_second": 4.3e12, "what": "read"}
+
+
+def test_json_read_again(finished, tmp_path, capsys):
+    """A measurement on a rented device can be drawn at home: the table and the JSON are the same."""
+    document = json.loads(json.dumps(to_dict(finished)))
+    assert to_dict(from_dict(document)) == document
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(document))
+    flags = ["bench", "indexer", "--from-json", str(path)]
+    assert main(flags) == 0
+    assert capsys.readouterr().out.strip() == table(finished)
+    assert main([*flags, "--png", str(tmp_path / "bench.png"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
+    assert (tmp_path / "bench.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert main([*flags, "--decode", "1x100"]) == 2
+    assert "--decode has no meaning beside it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["[]", "{}", '{"settings": {"shapes": ["decode 5"]}}', "no JSON"])
+def test_json_that_is_no_result(tmp_path, capsys, wrong):
+    """An error that says so, no traceback."""
+    path = tmp_path / "bench.json"
+    path.write_text(wrong)
+    assert main(["bench", "indexer", "--from-json", str(path)]) == 2
+    assert "is no" in capsys.readouterr().err
+
+
+def test_what_the_picture_says(finished):
+    """Two lines of the legend were equal, and no point said which case it was."""
+    figure = draw(finished)
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert len(set(names)) == len(names)
+    assert {"ours", "theirs", "index fp4", "4.3 TB/s: read", "1500 TFLOP/s: fp8", "750 TFLOP/s: bf16"} <= set(names)
+    axes = figure.axes
+    assert [axis.get_title() for axis in axes[:2]] == ["score", "top-k"]
+    assert [text.get_text() for text in axes[0].get_yticklabels()] == ["decode 64x32768x1  (1)"]
+    assert [text.get_text() for text in axes[-1].texts] == ["1"]
+
+
+def test_picture_that_cannot_be_written(finished, tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        picture(finished, tmp_path / "nowhere" / "bench.png")
+
+
+def test_numbers_of_points_do_not_cover_one_another():
+    """Points that are apart keep their places; those that touch are spread around their mean."""
+    assert _spread([0.1, 0.5, 0.9]) == pytest.approx([0.1, 0.5, 0.9])
+    places = _spread([0.1, 0.5, 0.5, 0.5001])
+    assert places[0] == pytest.approx(0.1)
+    assert all(b - a > 0.999 * _LEAST_APART for a, b in itertools.pairwise(places))
+    assert sum(places[1:]) == pytest.approx(1.5001)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tetrad.ops
-from tests.bench import fake_deep_gemm
+from tests.bench import fake_deep_gemm, fake_deep_gemm_2_8
 from tests.bench.test_inputs import CPU, DECODE, PREFILL, make_case
 from tetrad.bench.cases import Case, Kind, Op, Shape
 from tetrad.bench.correctness import Oracle
@@ -156,10 +156,13 @@ def test_deep_gemm_is_not_installed(monkeypatch):
         load_peer("deep_gemm", torch.device("cuda"))
 
 
-@pytest.fixture
-def deep_gemm(monkeypatch) -> Peer:
-    """The adapter over a stand-in with the same calls, on the CPU."""
-    monkeypatch.setitem(sys.modules, "deep_gemm", fake_deep_gemm)
+@pytest.fixture(params=[fake_deep_gemm, fake_deep_gemm_2_8], ids=["older", "2.8"])
+def deep_gemm(request, monkeypatch) -> Peer:
+    """The adapter over a stand-in with the same calls, on the CPU.
+
+    It once knew the older names only and died of release 2.8 with an AttributeError.
+    """
+    monkeypatch.setitem(sys.modules, "deep_gemm", request.param)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     return DeepGemm(torch.device("cuda"))
 
@@ -178,8 +181,10 @@ def test_deep_gemm_decode(deep_gemm, rows):
     assert plan().shape == ((66 if rows == 4 else 132) + 1, 2)
 
 
-def test_deep_gemm_with_a_place_for_each_multiprocessor(deep_gemm, monkeypatch):
+def test_deep_gemm_with_a_place_for_each_multiprocessor(monkeypatch):
     """A release whose clusters have one place in the schedule for each of their two halves."""
+    monkeypatch.setitem(sys.modules, "deep_gemm", fake_deep_gemm)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     scorer = fake_deep_gemm.fp8_paged_mqa_logits
 
     def whole(q, cache, weights, lengths, table, plan, width, clean_logits):
@@ -188,6 +193,7 @@ def test_deep_gemm_with_a_place_for_each_multiprocessor(deep_gemm, monkeypatch):
         return scorer(q, cache, weights, lengths, table, plan[: fake_deep_gemm.SMS // 2 + 1], width)
 
     monkeypatch.setattr(fake_deep_gemm, "fp8_paged_mqa_logits", whole)
+    deep_gemm = DeepGemm(torch.device("cuda"))
     inputs = make_inputs(Case(Op.SCORE, Shape(Kind.DECODE, 2, 70, 4), IndexDtype.FP8, 5, 64, 7), 1, CPU)[0]
     assert Oracle(inputs).fault(deep_gemm.call(inputs)()) is None
 
@@ -198,7 +204,61 @@ def test_deep_gemm_prefill(deep_gemm):
     fake_deep_gemm.calls.clear()
     assert Oracle(inputs).fault(call()) is None
     assert fake_deep_gemm.calls == ["prefill"]
-    assert deep_gemm.note(inputs.case) == "contiguous keys"
+    assert deep_gemm.note(inputs.case).endswith("contiguous keys")
+
+
+@pytest.mark.parametrize(
+    ("release", "note", "seen"),
+    [(fake_deep_gemm, "no early start", []), (fake_deep_gemm_2_8, "early start on", [True])],
+)
+@pytest.mark.parametrize("before", [False, True])
+def test_early_start_of_deep_gemm(monkeypatch, release, note, seen, before):
+    """Ours starts early, so it is timed with its own early start on where it has one; then it is as it was."""
+    monkeypatch.setitem(sys.modules, "deep_gemm", release)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fake_deep_gemm_2_8, "_pdl", before)
+    peer, inputs = DeepGemm(torch.device("cuda")), make_inputs(make_case(Op.SCORE, DECODE, "fp8"), 1, CPU)[0]
+    fake_deep_gemm_2_8.early_start.clear()
+    with peer.chosen():
+        peer.call(inputs)()
+    assert fake_deep_gemm_2_8.early_start == seen
+    assert fake_deep_gemm_2_8.get_pdl() is before
+    assert peer.note(inputs.case) == note
+
+
+def test_new_names_with_the_old_argument(monkeypatch):
+    """Releases between the two: the query as a pair, and ``clean_logits``, told by compiled code in a docstring."""
+    given = []
+
+    class Compiled:
+        """fp8_fp4_paged_mqa_logits(q: tuple, ..., max_context_len: int, clean_logits: bool = False) -> torch.Tensor"""
+
+        @property
+        def __signature__(self):
+            raise ValueError("compiled code has no signature")
+
+        def __call__(self, q, *arguments, clean_logits):
+            assert not clean_logits
+            given.append(len(q))
+            return fake_deep_gemm.fp8_paged_mqa_logits(q[0], *arguments)
+
+    module = ModuleType("deep_gemm")
+    module.__dict__.update(vars(fake_deep_gemm))
+    module.fp8_fp4_paged_mqa_logits = Compiled()
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    inputs = make_inputs(make_case(Op.SCORE, DECODE, "fp8"), 1, CPU)[0]
+    assert Oracle(inputs).fault(DeepGemm(torch.device("cuda")).call(inputs)()) is None
+    assert given == [2]
+
+
+def test_a_deep_gemm_without_an_indexer(monkeypatch):
+    """The error names both names; it was an AttributeError in the middle of the measurement."""
+    module = ModuleType("deep_gemm")
+    module.__version__ = "1.0"
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    with pytest.raises(ConfigError, match=r"1\.0.*neither fp8_fp4_paged_mqa_logits nor fp8_paged_mqa_logits"):
+        DeepGemm(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

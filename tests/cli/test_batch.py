@@ -121,7 +121,7 @@ def test_results_of_something_else_are_not_mixed_in(tetrad, model, lines, monkey
         partial.write_text("mine" + "\n" * (changed == "foreign"))
     held = partial.read_text()
     run = tetrad(*arguments)
-    assert run.code == 1
+    assert run.code == 2
     assert "give --restart to" in run.err
     assert partial.read_text() == held
     assert tetrad(*arguments, "--restart").code == 1  # the bad line
@@ -155,7 +155,7 @@ def test_two_runs_do_not_write_the_same_file(tetrad, model, lines, monkeypatch):
 
     end_at_step(monkeypatch, 3, start_another)
     tetrad(*arguments)
-    assert other[0].code == 1
+    assert other[0].code == 2
     assert "another run writes" in other[0].err
     assert there == [True], "the refused run removed the file of the other, which held nothing yet"
     assert len(outputs(lines.with_name("out.jsonl").read_text())) == 7
@@ -214,5 +214,5 @@ def test_restart_needs_something_to_throw_away(tetrad, model):
     assert run.code == 2
     assert "--restart throws away what is kept beside --output" in run.err
     run = tetrad("generate", model, *FLAGS, "--prompt=x", "--restart", "--output=/dev/null")
-    assert run.code == 1
+    assert run.code == 2
     assert "--restart: /dev/null is no ordinary file" in run.err

@@ -152,7 +152,7 @@ def test_every_option_of_the_engine_is_read(name, command_line, tetrad, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("eval", "recall", "--answers"), "--answers adds to the JSON; give --json, too"),
+        (("eval", "recall", "--answers"), "--answers adds to the JSON output; give --json as well"),
         (
             ("eval", "recall", "--index-cache-dtype", "fp4"),
             "does not take --index-cache-dtype: it measures the formats",
@@ -163,7 +163,6 @@ def test_every_option_of_the_engine_is_read(name, command_line, tetrad, monkeypa
         (("eval", "recall", "--context-length=4K"), "does not take --context-length: it follows from --lengths"),
         (("eval", "recall", "--max-num-seqs=20"), "--max-num-seqs must be above --questions, at least 21"),
         (("eval", "recall", "--lengths=10M"), "does not take --max-model-len: it follows from --lengths"),
-        (("inspect", "m", "--load-dummy"), "does not take --load-dummy: it reads only config.json"),
         (("demo", "--hf-overrides", "{}"), "tetrad generate bundled takes it"),
         (("demo", "--tokens", "10M"), "--tokens 10M is not possible; give at least 1K and at most"),
         (("demo", "--tokens", "100"), "--tokens 100 is not possible; give at least 1K and at most"),
@@ -192,7 +191,7 @@ OWN_SOURCES = {
     "tetrad bench indexer": ("cli/bench.py", "bench"),
     "tetrad demo": ("cli/demo.py",),
 }
-SHARED_SOURCES = ("engine", "models", "cache", "geometry.py", "platforms.py", "cli/flags.py")
+SHARED_SOURCES = ("config", "frontend", "core", "runner", "models", "cache", "geometry", "platforms.py", "cli/flags.py")
 
 
 def _named(*places: str) -> dict[str, str]:

@@ -62,6 +62,6 @@ def test_none_reads_no_file(tetrad, chat_model, seen, caplog):
 def test_a_file_that_cannot_be_followed_is_one_line(tetrad, chat_model):
     (chat_model / "generation_config.json").write_text('{"temperature": 9}')
     run = tetrad("generate", chat_model, *ENGINE, "--prompt=a")
-    assert run.code == 1
+    assert run.code == 2
     assert run.err.count("\n") == 1
     assert "temperature=9 is not allowed" in run.err

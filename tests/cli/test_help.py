@@ -30,6 +30,8 @@ PLAIN_TITLES = {
     "what to measure",
     "what to compare",
     "output",
+    "results",
+    "selection",
 }
 
 

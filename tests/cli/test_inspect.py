@@ -15,7 +15,6 @@ from tests.engine.small import small_config, write_config
 from tests.released import flash_document, pro_document
 from tetrad import EngineArgs, bundled
 from tetrad.config.engine_config import EngineConfig
-from tetrad.geometry import window_blocks_bound
 from tetrad.models.checkpoint.dummy import dummy_state
 from tetrad.ops import backends
 from tetrad.ops.backends import Backend, choose_backend
@@ -74,9 +73,9 @@ def test_flash(inspect, released):
         assert {name: size / 256 for name, size in cache["block_bytes"].items()} | {"total": token["total"]} == token
     assert round(caches["fp4"]["bytes_per_token"]["total"]) == 3514
     assert round(caches["fp8"]["bytes_per_token"]["total"]) == 3850
-    assert report["per_sequence"] == {
-        "compressor_state_bytes": 21 * (64 + 16) * KIB + 20 * 512 * KIB,
-        "window_block_bytes": 43 * 256 * 584,
+    assert report["per_request"] == {
+        "window_ring_bytes": 43 * 136 * 584,
+        "compressor_ring_bytes": 21 * 2 * (64 + 16) * KIB + 20 * 136 * 4 * KIB,
     }
     assert report["index_topk"] == 512
     assert report["max_position_embeddings"] == 1 << 20
@@ -91,7 +90,7 @@ def test_pro(inspect, released):
     token = {dtype: cache["bytes_per_token"] for dtype, cache in report["caches"].items()}
     assert [token[dtype]["index"] for dtype in ("fp4", "fp8", "bf16")] == [510, 990, 1920]
     assert (token["fp4"]["csa"], round(token["fp4"]["hca"], 1)) == (4380, 141.4)
-    assert report["per_sequence"]["compressor_state_bytes"] == 30 * 80 * KIB + 31 * 512 * KIB
+    assert report["per_request"]["compressor_ring_bytes"] == 30 * 2 * 80 * KIB + 31 * 136 * 4 * KIB
 
 
 def test_parameters_are_those_of_a_checkpoint(inspect, tmp_path):
@@ -120,7 +119,7 @@ def test_text(tetrad, released):
     assert table["fp4"] == ["68", "357.0", "3066.0", "91.2", "3514.2"]
     assert table["fp8"][:2] == ["132", "693.0"]
     assert "  21 CSA" in run.out
-    assert "and per sequence 11.64 MiB of compressor state" in run.out
+    assert "and per request 3.257 MiB of window rings and 13.91 MiB of compressor rings" in run.out
     for op in backends.BACKENDS:
         assert any(line.split()[:1] == [op] for line in lines), op
 
@@ -192,11 +191,14 @@ def test_memory_follows_the_options(inspect):
     report = inspect("deepseek-v4-flash", *options, "--kv-cache-memory-gb", "4")
     memory = report["memory"]
     block = sum(report["caches"]["fp4"]["block_bytes"].values())
-    windows = window_blocks_bound(16, 1000, 128) * report["per_sequence"]["window_block_bytes"]
-    states = 16 * report["per_sequence"]["compressor_state_bytes"]
-    assert (memory["window_bytes"], memory["state_bytes"]) == (windows, states)
+    # rings of 136 keys in 43 layers, 8 pages of them for 1,000 rows; 16 tokens of CSA and 136 of HCA in fp32, with two
+    # values for each channel
+    page = 43 * 136 * 584
+    rings = 16 * 4 * 2 * (21 * 16 * 2 * (512 + 128) + 20 * 136 * 512)
+    assert (memory["window_bytes"], memory["step_bytes"]) == (16 * page, 8 * page)
+    assert memory["compressor_ring_bytes"] == rings
     assert (memory["block_bytes"], memory["blocks_per_sequence"]) == (block, 512)
-    fixed = windows + states
+    fixed = 24 * page + rings
     assert memory["one_sequence_bytes"] == fixed + 512 * block
     assert memory["all_sequences_bytes"] == fixed + 16 * 512 * block
     blocks = (4 * 2**30 - fixed) // block
@@ -220,10 +222,10 @@ def test_memory_for_a_reader(tetrad, monkeypatch):
     assert "not on this device: the weights do not fit" in run.out
     assert "a sequence   512 blocks of 256 tokens x 878.6 KiB = 439.3 MiB" in run.out
     assert "caches for max_model_len 131,072, max_num_seqs 16, max_num_batched_tokens 8,192" in run.out
-    assert "fits         1,020,160 tokens, or 7 sequences of max_model_len, in 4 GiB" in run.out
+    assert "fits         1,080,832 tokens, or 8 sequences of max_model_len, in 4 GiB" in run.out
     assert max(map(len, run.out.splitlines())) <= 100
     run = tetrad("inspect", "deepseek-v4-flash", "--device", "cpu")
-    assert "the caches do not fit: 800 window blocks" in " ".join(run.out.split())
+    assert "the caches do not fit: 256 requests x 17.16 MiB of window and compressor rings" in " ".join(run.out.split())
     monkeypatch.setattr("tetrad.config.memory.cpu_memory", lambda: None)
     assert "available    unknown on cpu" in tetrad("inspect", "deepseek-v4-flash", "--device", "cpu").out
 
@@ -277,7 +279,7 @@ def test_selection_of_text(tetrad, model):
         (("--selection", "a"), 1, "tokenizer"),
         (("--selection", ""), 1, "tokenizer"),
         (("--selection-token-ids", "1,2", "--selection-tokens", "0"), 1, "max_tokens"),
-        (("--selection-token-ids", "1,2", "--hf-overrides", '{"compress_ratios": [0, 0, 16]}'), 1, "has no CSA layer"),
+        (("--selection-token-ids", "1,2", "--hf-overrides", '{"compress_ratios": [0, 0, 16]}'), 2, "has no CSA layer"),
     ],
 )
 def test_selections_that_cannot_be(tetrad, ids_model, arguments, code, message):

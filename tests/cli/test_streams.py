@@ -71,7 +71,7 @@ COMMANDS = [
 def test_closed_standard_output_is_said_before_the_work(monkeypatch, capsys, arguments):
     """``>&-``: the results of all the work went nowhere, or the end was a traceback."""
     monkeypatch.setattr(sys, "stdout", None)
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "standard output is closed" in capsys.readouterr().err
 
 
@@ -90,7 +90,9 @@ def test_standard_output_may_fail(model, monkeypatch, capsys, number, code, buff
 def test_closed_standard_input(model, monkeypatch, capsys, given):
     """``<&-`` without a prompt was a traceback."""
     monkeypatch.setattr(sys, "stdin", None)
-    assert main(["generate", str(model), *FLAGS, *given]) == 1
+    with pytest.raises(SystemExit) as leaving:
+        main(["generate", str(model), *FLAGS, *given])
+    assert leaving.value.code == 2
     assert "there is no prompt; give --prompt" in capsys.readouterr().err
 
 
@@ -98,7 +100,7 @@ def test_unreadable_standard_input(model, monkeypatch, capsys):
     """``0>file``, or closed by whoever called us."""
     for stream in (closed(), open(os.devnull, "w")):  # noqa: SIM115
         monkeypatch.setattr(sys, "stdin", stream)
-        assert main(["generate", str(model), *FLAGS]) == 1
+        assert main(["generate", str(model), *FLAGS]) == 2
         assert "cannot read standard input: " in capsys.readouterr().err
         stream.close()
 
@@ -110,7 +112,7 @@ def test_utf16_is_named(tetrad, model, tmp_path, mark):
     file.write_bytes(mark + '{"prompt": "x"}\n'.encode("utf-16-le"))
     for flag in ("--input-jsonl", "--prompt-file"):
         run = tetrad("generate", model, *FLAGS, flag, file)
-        assert run.code == 1
+        assert run.code == 2
         assert f"cannot read {file}: it is UTF-16; convert it to UTF-8" in run.err
 
 

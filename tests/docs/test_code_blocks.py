@@ -143,7 +143,10 @@ def check_other(command: Command) -> None:
         check_pip(arguments)
     elif program == "python" and arguments[0].endswith(".py"):
         beside = (ROOT / command.block.document).parent / arguments[0]
-        source = (beside if beside.is_file() else ROOT / arguments[0]).read_text(encoding="utf-8")
+        script = beside if beside.is_file() else ROOT / arguments[0]
+        assert script.is_file(), f"there is no {arguments[0]}"
+        # a script's options may stand in a module beside it
+        source = "".join(path.read_text(encoding="utf-8") for path in sorted(script.parent.glob("*.py")))
         for flag in (word for word in arguments if word.startswith("--")):
             assert f'"{flag}"' in source, f"{arguments[0]} has no flag {flag}"
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,11 @@ REQUESTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def spelled(value: Any) -> str:
+    """A test's name for a value: without addresses, which differ from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", ascii(value))[:40]
+
+
 @pytest.fixture(scope="module")
 def engine(text_folder: Path) -> LLMEngine:
     return small_engine(text_folder)
@@ -131,7 +137,7 @@ def still_serves(engine: LLMEngine) -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize(("prompt", "message"), PROMPTS, ids=lambda value: ascii(value)[:40])
+@pytest.mark.parametrize(("prompt", "message"), PROMPTS, ids=spelled)
 def test_prompts(engine, prompt, message):
     with pytest.raises(RequestError, match=f"(?s){message}"):
         engine.add_request(prompt)
@@ -146,14 +152,14 @@ def test_wrong_forms_name_all_the_right_ones(engine, prompt):
         assert form in str(caught.value)
 
 
-@pytest.mark.parametrize(("parameters", "message"), PARAMETERS, ids=lambda value: ascii(value)[:40])
+@pytest.mark.parametrize(("parameters", "message"), PARAMETERS, ids=spelled)
 def test_parameters(parameters, message):
     """Refused before there is a request."""
     with pytest.raises(RequestError, match=f"(?s)^{message}"):
         SamplingParams(**parameters)
 
 
-@pytest.mark.parametrize(("request_", "message"), REQUESTS, ids=lambda value: ascii(value)[:40])
+@pytest.mark.parametrize(("request_", "message"), REQUESTS, ids=spelled)
 def test_requests(engine, request_, message):
     engine.add_request([9], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), "running")
     engine.step()
@@ -201,7 +207,7 @@ def llm(text_folder: Path) -> LLM:
     return LLM(**small_options(text_folder))
 
 
-@pytest.mark.parametrize(("prompts", "message"), PROMPT_LISTS, ids=lambda value: ascii(value)[:40])
+@pytest.mark.parametrize(("prompts", "message"), PROMPT_LISTS, ids=spelled)
 def test_what_generate_does_not_take(llm, prompts, message):
     with pytest.raises(RequestError, match=f"(?s)^{message}"):
         llm.generate(prompts)

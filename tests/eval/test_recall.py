@@ -12,10 +12,10 @@ import torch
 from tetrad import LLM, EngineArgs, SamplingParams, bundled
 from tetrad.cli.main import main
 from tetrad.errors import ConfigError
-from tetrad.eval import report
+from tetrad.eval import picture, report
 from tetrad.eval.documents import STOP, make_document
 from tetrad.eval.recall import Answer, RecallResult, RecallSettings, Variant, _share, document_of, run_recall
-from tetrad.eval.statistics import interval_of_mean
+from tetrad.eval.statistics import interval_of_mean, interval_of_share
 
 SMALL = {"model": bundled.NAME, "device": "cpu", "max_model_len": 2048, "max_num_seqs": 2}
 
@@ -67,10 +67,86 @@ def test_table_and_json(measured):
 
 def test_picture(measured, tmp_path):
     """A PNG appears; where it cannot be written the error names the file."""
-    report.picture(measured, tmp_path / "recall.png")
+    picture.picture(measured, tmp_path / "recall.png")
     assert (tmp_path / "recall.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(ConfigError, match="nowhere"):
-        report.picture(measured, tmp_path / "nowhere" / "recall.png")
+        picture.picture(measured, tmp_path / "nowhere" / "recall.png")
+
+
+def _texts(figure) -> list[str]:
+    return [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
+
+
+def test_what_the_picture_says(measured):
+    """It had a red-green map, no n, no interval, no model, and left out what separates the formats."""
+    figure = picture.draw(measured)
+    texts = "\n".join(_texts(figure))
+    for wanted in (f"model {bundled.NAME}", "n = 20", "entries found of those that bf16 chose", "95 % intervals"):
+        assert wanted in texts
+    assert report.command(measured) in texts
+    assert {image.get_cmap().name for axis in figure.axes for image in axis.images} == {"cividis"}
+    (legend,) = [legend for part in figure.subfigs for legend in part.legends]
+    assert [text.get_text() for text in legend.get_texts()] == ["index bf16", "index fp4", "index fp4-plain"]
+
+
+def test_numbers_can_be_read_on_their_fields():
+    """100 stood in black on dark green: white on dark, black on light."""
+    right = [Answer("bf16", 1024, depth, 0, 0, "single", "a", got, None) for depth, got in ((0.1, "a"), (0.9, "b"))]
+    figure = picture.draw(RecallResult(RecallSettings(lengths=(1024,), depths=(0.1, 0.9)), 48, "cpu", right))
+    assert [(text.get_text(), text.get_color()) for text in figure.axes[0].texts] == [("100", "black"), ("0", "white")]
+
+
+def test_a_picture_without_a_baseline_says_so(measured):
+    alone = [answer for answer in measured.answers if answer.variant == "fp4"]
+    alone = [dataclasses.replace(answer, found=None) for answer in alone]
+    texts = _texts(picture.draw(dataclasses.replace(measured, answers=alone)))
+    assert any("not measured without bf16" in text for text in texts)
+
+
+def test_json_read_again(measured, tmp_path, capsys):
+    """What was measured for an hour can be drawn again; the table is the same."""
+    document = json.loads(json.dumps(report.to_dict(measured, answers=True)))
+    assert report.cells(report.from_dict(document)) == report.cells(measured)
+    (tmp_path / "recall.json").write_text(json.dumps(document))
+    flags = ["eval", "recall", "--from-json", str(tmp_path / "recall.json")]
+    assert main(flags) == 0
+    assert capsys.readouterr().out.strip() == report.table(measured)
+    assert main([*flags, "--lengths", "2K"]) != 0
+    assert "--lengths has no meaning beside it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read"),
+        ("{", "is no JSON"),
+        ("[]", "no result of tetrad eval recall"),
+        ('{"settings": {}}', "--json --answers"),
+        ('{"settings": {"variants": []}, "answers": []}', "no result of"),
+        ('{"settings": {"variants": [], "lengths": [1]}, "answers": []}', "no result of"),
+    ],
+)
+def test_json_that_is_no_result(tmp_path, capsys, text, message):
+    """An error that names the file or what is missing, no traceback."""
+    path = tmp_path / "some.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["eval", "recall", "--from-json", str(path)]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_a_picture_without_a_folder_is_refused_before_the_measurement(tmp_path, capsys, monkeypatch):
+    """An hour's measurement was made first, and then there was nowhere to draw it."""
+    monkeypatch.setattr("tetrad.cli.evaluate.run_recall", lambda *args, **options: pytest.fail("it measured"))
+    assert main(["eval", "recall", "--png", str(tmp_path / "nowhere" / "recall.png")]) != 0
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_interval_of_a_share():
+    """All right is not certain: Wilson's interval of 20 of 20 ends at 83.9 %, that of 50 of 100 at 40.4 and 59.6."""
+    assert interval_of_share(20, 20) == (pytest.approx(0.8389, abs=1e-4), 1.0)
+    assert interval_of_share(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert all(np.isnan(interval_of_share(0, 0)))
 
 
 @pytest.mark.parametrize("base", [256, 384, 512])
@@ -202,12 +278,6 @@ def test_what_ends_it_early_keeps_the_answers(monkeypatch, capsys, end, code, sa
     assert document["interrupted"] == (code == 130)
     assert [(cell["variant"], cell["questions"]) for cell in document["cells"]] == [("bf16", 2), ("fp4", 1)]
     assert said in captured.err
-
-
-def test_a_picture_without_a_folder(tmp_path, capsys):
-    """Known before the measurement, not after it."""
-    assert main(["eval", "recall", "--png", str(tmp_path / "none" / "a.png")]) == 1
-    assert "there is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seed", [1, 2**40])

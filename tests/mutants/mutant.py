@@ -31,7 +31,8 @@ class Patch:
     def apply(self) -> None:
         """Replace it, for the rest of the process.
 
-        :raises StaleError: if the target is not there
+        Raises:
+            StaleError: if the target is not there
         """
         owner, name = self._find()
         raw, original = vars(owner)[name], getattr(owner, name)

@@ -22,7 +22,7 @@ MIXED = [*PREFILL[1:], *RAGGED, [], [300, 7]]
 
 @dataclass(frozen=True)
 class Trial:
-    """A case, the slots of its plan, and what stands in for matrix units in the interpreter: "" or "fp4" or "fp8"."""
+    """A case, the slots of its plan, and what stands in for tensor cores in the interpreter: "" or "fp4" or "fp8"."""
 
     case: IndexerCase
     slots: int = 0

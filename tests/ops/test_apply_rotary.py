@@ -78,3 +78,12 @@ def test_rows_do_not_depend_on_each_other(dtype, inverse):
     """Keys are rotated before they are quantised."""
     x, angle = case(ROWS, 3, 22, rope=14, dtype=dtype)
     assert_row_invariant(lambda *row: apply_rotary(*row, inverse=inverse), x, angle.cos(), angle.sin())
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 128), (5, 7)])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_without_channels_to_rotate(shape, inverse):
+    """A head without rotary channels was once a raw error of a view that could not tell its own size."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    angles = torch.empty(shape[0], 0)
+    assert torch.equal(apply_rotary(x, angles, angles, inverse=inverse), x)

@@ -12,7 +12,7 @@ from tests.ops.indexer_cases import make_case
 import tetrad.ops
 from tetrad.errors import ConfigError
 from tetrad.ops import backends, indexer_logits
-from tetrad.ops.backends import BACKENDS, Backend, Problem, choose_backend, offers
+from tetrad.ops.backends import BACKENDS, Backend, Problem, choose_backend, support
 from tetrad.platforms import Platform, current_platform
 
 CPU = current_platform("cpu")
@@ -44,10 +44,10 @@ def test_every_op_is_served_everywhere(op, platform):
     assert last.name == "reference"
     assert last.supports(platform, Problem("fp4", 96, 3))[0]
     assert importlib.import_module(last.module) is importlib.import_module(f"tetrad.ops.{op}.reference")
-    given = offers(op, platform, FP4)
-    assert choice.name == next(offer.name for offer in given if offer.supported)
-    assert choice.refusals == tuple((offer.name, offer.reason) for offer in given[: len(choice.refusals)])
-    assert all(offer.op == op and offer.reason for offer in given)
+    given = support(op, platform, FP4)
+    assert choice.name == next(answer.name for answer in given if answer.supported)
+    assert choice.refusals == tuple((answer.name, answer.reason) for answer in given[: len(choice.refusals)])
+    assert all(answer.op == op and answer.reason for answer in given)
 
 
 def test_first_that_supports_the_problem(extra_backends):
@@ -58,7 +58,7 @@ def test_first_that_supports_the_problem(extra_backends):
     choice = choose_backend("indexer_logits", CPU, Problem("fp4", 64, 64))
     assert choice.name == "reference"
     assert choice.refusals == (("fast", "needs sm_90, not cpu"), ("wide", "needs 128 channels"))
-    assert [offer.supported for offer in offers("indexer_logits", CPU, FP4)] == [False, True, True]
+    assert [answer.supported for answer in support("indexer_logits", CPU, FP4)] == [False, True, True]
 
 
 def test_nothing_is_chosen_twice(extra_backends, monkeypatch):
@@ -89,7 +89,7 @@ def test_nobody_serves_it(monkeypatch):
 
 
 def test_unknown_op():
-    for ask in (offers, choose_backend):
+    for ask in (support, choose_backend):
         with pytest.raises(ConfigError, match="no op 'softmax'; there are indexer_logits, "):
             ask("softmax", CPU, Problem())
 
@@ -110,6 +110,6 @@ def test_what_no_device_has_run_is_not_chosen(monkeypatch):
     """A kernel that had only been emulated was once the default on a GPU: users would have been the first to run it."""
     monkeypatch.setattr("tetrad.ops.nvrtc.unavailable", lambda: None)
     monkeypatch.setattr("tetrad.ops.backends.UNPROVEN", {("indexer_logits", "sm90"): "no device has run it"})
-    first, second, *_ = offers("indexer_logits", Platform("cuda", "sm_90", "test"), FP4)
+    first, second, *_ = support("indexer_logits", Platform("cuda", "sm_90", "test"), FP4)
     assert (first.name, first.supported, first.reason) == ("sm90", False, "no device has run it")
     assert (second.name, second.supported) == ("triton", True)

@@ -94,7 +94,7 @@ CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     },
     rotary.apply_rotary: {"x": torch.ones(2, 32), **ANGLES, "inverse": False},
     backends.Problem: {"dtype": "fp4", "head_dim": 32, "heads": 1},
-    backends.offers: ASKED,
+    backends.support: ASKED,
     backends.choose_backend: ASKED,
     backends.named_backend: ASKED | {"name": "reference"},
     backends.forced_backends: {"names": "reference"},

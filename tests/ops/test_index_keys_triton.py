@@ -25,7 +25,7 @@ from tests.ops.index_key_trials import (
 )
 from tests.ops.triton_process import TARGETS, on_cuda, run
 
-from tetrad.ops.backends import Problem, offers
+from tetrad.ops.backends import Problem, support
 from tetrad.ops.index_keys import reference
 from tetrad.ops.row_invariant import rms_norm
 from tetrad.platforms import Platform
@@ -229,8 +229,8 @@ def test_machine_code(arch, op, dtype, kind, dim, compiled):
 )
 def test_offers(arch, dim, served, all_proven):
     device = Platform("cpu" if arch == "cpu" else "cuda", arch, "test")
-    given = offers("index_keys", device, Problem("fp4", dim, 64))
-    assert [offer.name for offer in given] == ["triton", "reference"]
+    given = support("index_keys", device, Problem("fp4", dim, 64))
+    assert [answer.name for answer in given] == ["triton", "reference"]
     assert given[0].supported is served
     assert given[0].reason
 

@@ -35,7 +35,7 @@ from tetrad.ops.plan_indexer import triton as planner
 
 
 def by_pairs(a, b):
-    """fp32 [M, N], each of its own row and column alone, as matrix units have it. A library's product in fp32 is not
+    """fp32 [M, N], each of its own row and column alone, as tensor cores have it. A library's product in fp32 is not
     so; in fp64 next to no sum of these numbers is rounded."""
     with np.errstate(invalid="ignore", over="ignore"):
         return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
@@ -154,7 +154,7 @@ def compiled(tmp_path_factory):
 
 @pytest.mark.parametrize(("arch", "dtype", "heads", "dim"), BUILDS)
 def test_machine_code(arch, dtype, heads, dim, compiled):
-    """The same matrix units as for one row, and nothing that spills. Registers are no bound of their own with eight
+    """The same tensor cores as for one row, and nothing that spills. Registers are no bound of their own with eight
     warps: from 129 to 255 one program fits on a multiprocessor."""
     built = compiled[f"{arch}-{dtype}-H{heads}-D{dim}"]
     assert built["stack"] <= 16

@@ -18,7 +18,7 @@ from tests.ops.indexer_cases import E2M1, bits, calc_diff, is_poison, logits_fp6
 
 from tetrad.geometry import IndexDtype
 from tetrad.ops import indexer_logits, nvrtc
-from tetrad.ops.backends import Problem, offers
+from tetrad.ops.backends import Problem, support
 from tetrad.ops.indexer_logits import sm90
 from tetrad.platforms import Platform
 
@@ -302,15 +302,15 @@ def test_machine_code(rows, dtype, heads, tmp_path):
 def test_offers(arch, dtype, heads, dim, served, monkeypatch, all_proven):
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     platform = Platform("cpu" if arch == "cpu" else "cuda", arch, "test")
-    offer = next(o for o in offers("indexer_logits", platform, Problem(dtype, dim, heads)) if o.name == "sm90")
-    assert offer.supported is served
-    assert offer.reason
+    answer = next(o for o in support("indexer_logits", platform, Problem(dtype, dim, heads)) if o.name == "sm90")
+    assert answer.supported is served
+    assert answer.reason
 
 
 def test_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "cuda-core is not there")
     for op in ("indexer_logits", "plan_indexer"):
-        given = offers(op, Platform("cuda", "sm_90", "test"), Problem("fp4", 128, 64))
+        given = support(op, Platform("cuda", "sm_90", "test"), Problem("fp4", 128, 64))
         assert next(o for o in given if o.name == "sm90").reason == "cuda-core is not there"
 
 

@@ -15,7 +15,7 @@ from tests.ops.triton_process import TARGETS, on_cuda, run
 
 from tetrad.geometry import IndexDtype, IndexLayout
 from tetrad.ops import plan_indexer
-from tetrad.ops.backends import Problem, offers
+from tetrad.ops.backends import Problem, support
 from tetrad.platforms import Platform
 
 pytest.importorskip("triton")
@@ -217,7 +217,7 @@ def compiled(tmp_path_factory):
 
 @pytest.mark.parametrize(("arch", "dtype", "heads", "dim"), BUILDS)
 def test_machine_code(arch, dtype, heads, dim, compiled):
-    """The matrix units that the architecture has for the format, and nothing that spills: a silent fall back to bf16,
+    """The tensor cores that the architecture has for the format, and nothing that spills: a silent fall back to bf16,
     or scores that travel through memory, would cost more than the format saves."""
     built = compiled[f"{arch}-{dtype}-H{heads}-D{dim}"]
     assert built["stack"] <= 16
@@ -249,8 +249,8 @@ def test_machine_code(arch, dtype, heads, dim, compiled):
 )
 def test_offers(arch, dtype, heads, dim, served, all_proven):
     platform = Platform("cpu" if arch == "cpu" else "cuda", arch, "test")
-    given = offers("indexer_logits", platform, Problem(dtype, dim, heads))
-    assert [offer.name for offer in given] == ["sm90", "triton", "reference"]
+    given = support("indexer_logits", platform, Problem(dtype, dim, heads))
+    assert [answer.name for answer in given] == ["sm90", "triton", "reference"]
     assert given[1].supported is served
     assert given[1].reason
 
@@ -288,7 +288,7 @@ def device_scores(case: IndexerCase, slots: int = 0) -> tuple[torch.Tensor, torc
 @on_cuda
 @pytest.mark.parametrize("name", [name for name, trial in trials().items() if not trial.units])
 def test_equals_fp64_on_the_device(name):
-    """FP8 matrix units keep about 14 bits below the largest term."""
+    """FP8 tensor cores keep about 14 bits below the largest term."""
     case = trials()[name].case
     check(case, *device_scores(case), relative=1e-3 if case.dtype == "fp8" else 4e-6)
 

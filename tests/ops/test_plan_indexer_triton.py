@@ -12,7 +12,7 @@ from tests.ops.test_plan_indexer import enumerate_units
 from tests.ops.triton_process import TARGETS, on_cuda, run
 
 from tetrad.ops import IndexerPlan, backends, plan_indexer
-from tetrad.ops.backends import Problem, offers
+from tetrad.ops.backends import Problem, support
 from tetrad.platforms import Platform
 
 pytest.importorskip("triton")
@@ -203,8 +203,8 @@ def test_a_plan_of_another_back_end_is_not_made_anew():
 @pytest.mark.parametrize(("arch", "served"), [("sm_75", True), ("sm_120", True), ("gfx950", True), ("cpu", False)])
 def test_offers(arch, served, all_proven):
     platform = Platform("cpu" if arch == "cpu" else "cuda", arch, "test")
-    given = offers("plan_indexer", platform, Problem())
-    assert [offer.name for offer in given] == ["sm90", "triton", "reference"]
+    given = support("plan_indexer", platform, Problem())
+    assert [answer.name for answer in given] == ["sm90", "triton", "reference"]
     assert given[1].supported is served
 
 

@@ -27,7 +27,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     try:
         fp8 = _matrix_rate(_fp8_product(x), _GPU_SIZE, device, "FP8 product (torch._scaled_mm)")
     except (RuntimeError, ValueError, NotImplementedError):
-        # the device has no FP8 matrix units, or this torch has no product for them
+        # the device has no FP8 tensor cores, or this torch has no product for them
         fp8 = bf16
     return Ceilings(read, fp8=fp8, bf16=bf16)
 

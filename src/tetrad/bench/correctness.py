@@ -22,7 +22,7 @@ LARGEST_DIFFERENCE = 5e-6
 SCORE_GAPS = {IndexDtype.FP4: 1e-4, IndexDtype.FP8: 1e-3, IndexDtype.BF16: 1e-5, IndexDtype.FP32: 1e-5}
 """Scores that differ by less than this, as a share of the row's largest magnitude, may change places in a total.
 
-FP8 matrix units, which also multiply FP4 where there are no others, keep some 14 bits below the largest term of a
+FP8 tensor cores, which also multiply FP4 where there are no others, keep some 14 bits below the largest term of a
 product: a score is off by 1.5e-5 on average and 3e-4 at most. The random codes of an FP8 case have terms of very
 different sizes. A top-k of its own has no such excuse: it must be exact.
 """

@@ -1,15 +1,31 @@
 """DeepGEMM's indexer as a peer: FP8 scores out of the same pages, and the schedule of its decode kernel.
 
-Its public calls, as its README and tests describe them: ``get_paged_mqa_logits_metadata`` and ``fp8_paged_mqa_logits``
-for decode, ``fp8_mqa_logits`` for prefill. Pages are laid out like ours: 64 E4M3 keys, then their 64 fp32 scales.
-Queries have no scales there, so they go into the head weights: relu(c * x) = c * relu(x) for c > 0. Prefill wants keys
-and scales in one piece each. Both conversions are done before the clock starts, as an engine built on it would have its
-data in that form.
+Its public calls are ``get_paged_mqa_logits_metadata`` for the schedule and, depending on the release,
+
+    fp8_paged_mqa_logits(q, ...)                 fp8_mqa_logits(q, ...)            the older names
+    fp8_fp4_paged_mqa_logits((q, None), ...)     fp8_fp4_mqa_logits((q, None), ...)   release 2.8; None: q has no scales
+
+for decode and for prefill. The older ones clean what a row does not see unless told ``clean_logits=False``; 2.8 has no
+such argument. Its prefill takes the greatest number of entries that a row sees instead, and returns rows that begin at
+their own first entry; here every row begins at entry 0, so the columns are the same. A release between the two has the
+new names with the old argument.
+
+Pages are laid out like ours: 64 E4M3 keys, then their 64 fp32 scales. FP8 queries have no scales there, so these go
+into the head weights: relu(c * x) = c * relu(x) for c > 0. Prefill wants keys and scales in one piece each. Both
+conversions are done before the clock starts, as an engine built on it would have its data in that form.
+
+Its kernels can start before the one in front of them has ended ("early start", programmatic dependent launch), as ours
+always do. Releases that have the switch, ``set_pdl``, are timed with it on, and the table says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +46,7 @@ class DeepGemm(Peer):
     """See the module.
 
     Raises:
-        ConfigError: the device is no GPU, or DeepGEMM is not installed.
+        ConfigError: the device is no GPU, DeepGEMM is not installed, or its release has none of the known calls.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,10 +60,33 @@ class DeepGemm(Peer):
                 f"it from https://github.com/deepseek-ai/DeepGEMM (git clone --recursive, then ./install.sh)"
             ) from error
         super().__init__("deep_gemm", module)
+        self._paged = _Scorer(module, "paged_mqa_logits")
+        self._contiguous = _Scorer(module, "mqa_logits")
         self._clusters = torch.cuda.get_device_capability(device)[0] == 9
 
     def note(self, case: Case) -> str:
-        return "contiguous keys" if case.op is Op.SCORE and case.shape.kind is Kind.PREFILL else ""
+        notes = ["early start on" if self._has_early_start else "no early start"]
+        if case.op is Op.SCORE and case.shape.kind is Kind.PREFILL:
+            notes.append("contiguous keys")
+        return ", ".join(notes)
+
+    def chosen(self) -> AbstractContextManager[None]:
+        return self._early_start() if self._has_early_start else contextlib.nullcontext()
+
+    @property
+    def _has_early_start(self) -> bool:
+        return callable(getattr(self._module, "set_pdl", None))
+
+    @contextlib.contextmanager
+    def _early_start(self) -> Iterator[None]:
+        """On inside, and as it was afterwards."""
+        get = getattr(self._module, "get_pdl", None)
+        before = bool(get()) if callable(get) else False
+        self._module.set_pdl(True)
+        try:
+            yield
+        finally:
+            self._module.set_pdl(before)
 
     def refusal(self, case: Case) -> str | None:
         if case.op in (Op.TOPK, Op.TOTAL):
@@ -86,9 +125,7 @@ class DeepGemm(Peer):
         cache = inputs.cache.view(inputs.cache.shape[0], entries, 1, case.layout.page_bytes // entries)
 
         def score(plan: Any) -> Any:
-            return self._module.fp8_paged_mqa_logits(
-                q, cache, weights, lengths, inputs.block_tables, plan, inputs.width, clean_logits=False
-            )
+            return self._paged(q, cache, weights, lengths, inputs.block_tables, plan, inputs.width)
 
         *others, last = self._places(case.shape.rows)
         for places in others:
@@ -107,6 +144,39 @@ class DeepGemm(Peer):
         keys = data_rows(pages, layout).flatten(0, 1)[:end].contiguous().view(torch.float8_e4m3fn)
         scales = scale_rows(pages, layout).flatten(0, 1)[:end].contiguous().view(torch.float32).squeeze(-1)
         start = torch.zeros_like(inputs.visible_end)
-        return lambda: self._module.fp8_mqa_logits(
-            inputs.q, (keys, scales), weights, start, inputs.visible_end, clean_logits=False
-        )
+        most = (inputs.width,) if self._contiguous.wants_longest else ()
+        return lambda: self._contiguous(inputs.q, (keys, scales), weights, start, inputs.visible_end, *most)
+
+
+class _Scorer:
+    """One of its two scorers under the name and with the arguments that the installed release has.
+
+    Raises:
+        ConfigError: the release has it under neither name.
+    """
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        new, old = f"fp8_fp4_{name}", f"fp8_{name}"
+        self._pair = callable(getattr(module, new, None))
+        function = getattr(module, new if self._pair else old, None)
+        if not callable(function):
+            version = getattr(module, "__version__", "of unknown version")
+            raise ConfigError(
+                f"--peer deep_gemm: the installed DeepGEMM ({version}) has neither {new} nor {old}; install release 2.8"
+            )
+        self._function: Callable[..., Any] = function
+        cleans = not self._pair or _takes(function, "clean_logits")
+        self._options = {"clean_logits": False} if cleans else {}
+        self.wants_longest = not cleans
+        """Whether prefill must be told the greatest number of entries that a row sees."""
+
+    def __call__(self, q: torch.Tensor, *arguments: Any) -> Any:
+        return self._function((q, None) if self._pair else q, *arguments, **self._options)
+
+
+def _takes(function: Callable[..., Any], argument: str) -> bool:
+    """Whether a function has an argument of that name; one of compiled code tells its signature in its docstring."""
+    try:
+        return argument in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return argument in (function.__doc__ or "")

@@ -1,4 +1,4 @@
-"""The results of ``tetrad bench indexer`` as a table and as JSON."""
+"""The results of ``tetrad bench indexer`` as a table, as JSON and back."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import dataclasses
 import textwrap
 from typing import Any
 
-from tetrad.bench.costs import cost_of, floor_of
+from tetrad.bench.cases import BenchSettings, Case, Kind, Op, Shape, parse_shapes
+from tetrad.bench.costs import Ceilings, Rate, cost_of, floor_of
 from tetrad.bench.measurement import BenchResult, Result, Status
+from tetrad.bench.peers import BackendUse
+from tetrad.bench.timing import Timing
+from tetrad.errors import ConfigError
+from tetrad.geometry import IndexDtype
 
 _METHODS = {
     "graph": "CUDA graphs",
@@ -110,6 +115,7 @@ def to_dict(result: BenchResult) -> dict[str, Any]:
     """Plain values for JSON; times in microseconds, rates a second."""
     return {
         "versions": result.versions,
+        "device_type": result.device_type,
         "settings": result.settings.to_dict(),
         "ceilings": None if result.ceilings is None else dataclasses.asdict(result.ceilings),
         "contenders": result.contenders,
@@ -149,3 +155,60 @@ def _result_dict(each: Result, result: BenchResult) -> dict[str, Any]:
         "percent_of_floor": None if result.ceilings is None else each.percent_of_floor(result.ceilings),
         "ratio": result.ratio(each),
     }
+
+
+def from_dict(document: Any) -> BenchResult:
+    """The result behind what :func:`to_dict` gave.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        settings = _settings(document["settings"])
+        ceilings = document["ceilings"]
+        return BenchResult(
+            settings,
+            document["versions"],
+            document["device_type"],
+            document["contenders"],
+            [
+                BackendUse(**use | {"dtypes": tuple(use["dtypes"]), "refused": tuple(use["refused"].items())})
+                for use in document["back_ends"]
+            ],
+            None if ceilings is None else Ceilings(**{name: Rate(**rate) for name, rate in ceilings.items()}),
+            [_result(each, settings) for each in document["results"]],
+            document["interrupted"],
+            document["died"],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"this is no result of tetrad bench indexer --json: {error!r}") from error
+
+
+def _settings(values: dict[str, Any]) -> BenchSettings:
+    shapes = (text.partition(" ") for text in values["shapes"])
+    return BenchSettings(
+        **values
+        | {
+            "shapes": tuple(shape for kind, _, sizes in shapes for shape in parse_shapes(sizes, Kind(kind))),
+            "dtypes": tuple(IndexDtype(dtype) for dtype in values["dtypes"]),
+            "ops": tuple(Op(op) for op in values["ops"]),
+        }
+    )
+
+
+def _result(values: dict[str, Any], settings: BenchSettings) -> Result:
+    shape = Shape(Kind(values["kind"]), values["requests"], values["entries"], values["rows"])
+    dtype = None if values["dtype"] is None else IndexDtype(values["dtype"])
+    timing = None
+    if values["microseconds"] is not None:
+        names = ("microseconds", "least_microseconds", "most_microseconds", "method", "calls")
+        timing = Timing(*(values[name] for name in names))
+    return Result(
+        Case(Op(values["op"]), shape, dtype, settings.heads, settings.head_dim, settings.k),
+        values["contender"],
+        values["by"],
+        Status(values["status"]),
+        values["note"],
+        timing,
+        values["cold"],
+    )

@@ -12,12 +12,19 @@ from typing import Any, TypeVar
 from tetrad.bench import report, roofline
 from tetrad.bench.cases import BenchSettings, Kind, Op, Shape, default_shapes, parse_shapes
 from tetrad.bench.device import resolve_device
-from tetrad.bench.measurement import run_bench
+from tetrad.bench.measurement import BenchResult, run_bench
 from tetrad.bench.peers import contenders
 from tetrad.bench.staging import run_staging
 from tetrad.cli.progress import Progress
+<<<<<<< HEAD
 from tetrad.cli.streams import is_terminal
 from tetrad.errors import ConfigError, check_whole
+=======
+from tetrad.cli.signals import INTERRUPTED
+from tetrad.cli.stored import read_json
+from tetrad.cli.streams import is_terminal, say
+from tetrad.errors import ConfigError
+>>>>>>> h/step
 from tetrad.geometry import IndexDtype
 
 T = TypeVar("T")
@@ -86,7 +93,15 @@ def add_command(commands: Any) -> None:
     )
     group = indexer.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    group.add_argument("--png", type=Path, metavar="FILE", help="draw a roofline into this file (default: none)")
+    group.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw times and a roofline into this file (default: none)"
+    )
+    group.add_argument(
+        "--from-json",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: print or draw what --json wrote into this file (default: measure)",
+    )
     indexer.set_defaults(run=run_indexer_command, parser=indexer)
     _add_staging(kinds)
 
@@ -115,6 +130,12 @@ def run_staging_command(parser: argparse.ArgumentParser, parsed: argparse.Namesp
 
 def run_indexer_command(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     """Measure and print; 1 if a result was wrong or a call failed."""
+    if parsed.png:
+        roofline.require_matplotlib()  # known before the measurement, not after it
+        if not parsed.png.absolute().parent.is_dir():
+            raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
+    if parsed.from_json:
+        return _tell(report.from_dict(read_json(parser, parsed, ("png", "json"))), parsed)
     device = resolve_device(parsed.device)
     settings = BenchSettings(
         shapes=_shapes(parsed, device.type),
@@ -131,24 +152,24 @@ def run_indexer_command(parser: argparse.ArgumentParser, parsed: argparse.Namesp
     for name, reasons in refused.items():
         if None not in reasons:
             raise ConfigError(f"{name} computes none of these cases: {'; '.join(dict.fromkeys(map(str, reasons)))}")
-    if parsed.png:
-        roofline.require_matplotlib()  # known before the measurement, not after it
-        if not parsed.png.absolute().parent.is_dir():
-            raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
     with Progress(lambda: "measuring", rewrite=False):
         result = run_bench(settings, device, everyone, progress=is_terminal(sys.stderr))
+    return _tell(result, parsed)
+
+
+def _tell(result: BenchResult, parsed: argparse.Namespace) -> int:
+    """Print and draw; the exit code."""
     print(json.dumps(report.to_dict(result), indent=2) if parsed.json else report.table(result))
     if parsed.png:
         roofline.picture(result, parsed.png)
-        print(f"wrote {parsed.png}", file=sys.stderr)
+        say(f"wrote {parsed.png}")
     if result.interrupted:
-        print(f"tetrad: interrupted after {len(result.results)} results, which are printed", file=sys.stderr)
-        return 130
+        say(f"tetrad: interrupted after {len(result.results)} results, which are printed")
+        return INTERRUPTED
     if result.died:
-        print(
+        say(
             f"tetrad: the device failed after {len(result.results)} results ({result.died}); the last case of the "
-            "table made it fail; run that case alone under compute-sanitizer",
-            file=sys.stderr,
+            "table made it fail; run that case alone under compute-sanitizer"
         )
     return 0 if result.clean else 1
 

@@ -11,10 +11,11 @@ from tetrad import bundled
 from tetrad.cli.flags import add_engine_flags, engine_args
 from tetrad.cli.progress import Progress
 from tetrad.cli.signals import INTERRUPTED
+from tetrad.cli.stored import read_json
 from tetrad.cli.streams import say
 from tetrad.config.engine_config import parse_tokens
 from tetrad.errors import ConfigError
-from tetrad.eval import report
+from tetrad.eval import picture, report
 from tetrad.eval.recall import RecallProgress, RecallSettings, Variant, run_recall
 
 _SET_HERE = {
@@ -61,10 +62,16 @@ def add_command(commands: Any) -> None:
         "--document-seed", type=int, default=0, metavar="N", help="another number makes other documents and questions"
     )
     group = recall.add_argument_group("output")
+    group.add_argument(
+        "--from-json",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: print or draw what --json --answers wrote into this file (default: measure)",
+    )
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")
     group.add_argument("--answers", action="store_true", help="with --json: list every question with its answer")
     group.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw recall by depth and length into this file (default: none)"
+        "--png", type=Path, metavar="FILE", help="draw answers and entries found into this file (default: none)"
     )
     recall.set_defaults(run=run_recall_command, parser=recall)
 
@@ -79,8 +86,8 @@ def _numbers(text: str, flag: str) -> tuple[float, ...]:
 def run_recall_command(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     """Measure and print."""
     if parsed.answers and not parsed.json:
-        parser.error("--answers adds to the JSON; give --json, too")
-    # questions about a document are asked together, behind its stem
+        parser.error("--answers adds to the JSON output; give --json as well")
+    # questions about a document are asked together, behind its common prefix
     if getattr(parsed, "max_num_seqs", parsed.questions + 1) <= parsed.questions:
         parser.error(f"--max-num-seqs must be above --questions, at least {parsed.questions + 1}")
     settings = RecallSettings(
@@ -92,18 +99,21 @@ def run_recall_command(parser: argparse.ArgumentParser, parsed: argparse.Namespa
         seed=parsed.document_seed,
     )
     if parsed.png:
-        report.require_matplotlib()  # known before the measurement, not after it
+        picture.require_matplotlib()  # known before the measurement, not after it
         if not parsed.png.absolute().parent.is_dir():
             raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
-    progress = RecallProgress()
-    with Progress(lambda: _state(progress)):
-        result = run_recall(engine_args(parser, parsed), settings, progress=progress)
+    if parsed.from_json:
+        result = report.from_dict(read_json(parser, parsed, ("png", "json", "answers")))
+    else:
+        progress = RecallProgress()
+        with Progress(lambda: _state(progress)):
+            result = run_recall(engine_args(parser, parsed), settings, progress=progress)
     if parsed.json:
         print(json.dumps(report.to_dict(result, answers=parsed.answers), indent=2))
     else:
         print(report.table(result))
     if parsed.png:
-        report.picture(result, parsed.png)
+        picture.picture(result, parsed.png)
         say(f"wrote {parsed.png}")
     if result.interrupted:
         say(f"tetrad: interrupted after {len(result.answers)} answers, which are counted")

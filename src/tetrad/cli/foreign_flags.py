@@ -86,9 +86,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     ),
     _other_name("--max-total-tokens", _SGLANG, "--num-gpu-blocks-override", "blocks of 256 tokens"),
     _other_name("--kv-cache-memory-bytes", _VLLM, "--kv-cache-memory-gb", "GiB instead of bytes"),
-    _other_name("--attention-config -ac", _VLLM, "--index-cache-dtype", "its indexer_kv_dtype; mxfp4 is known, too"),
-    _other_name("--seq-len --max-seq-len --max-context-len", _ALL, "--max-model-len", "of prompt and output together"),
-    _other_name("--max-completion-tokens", _ALL, "--max-tokens", "of the output"),
+    _other_name("--attention-config -ac", _VLLM, "--index-cache-dtype", "its indexer_kv_dtype; mxfp4 is accepted, too"),
     _other_name("--input-file -i", _VLLM, "--input-jsonl", "one prompt a line"),
     _other_name("--output-file -o", _VLLM, "--output", "the results"),
     _other_name("--log-level", _SGLANG, "--verbose", "what the engine decides"),
@@ -163,7 +161,9 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
         _VLLM_SGLANG,
         "outputs cannot be bound to a grammar",
     ),
-    _not_yet("--enable-lora --lora-modules --max-loras --max-lora-rank --lora-paths", _VLLM_SGLANG, "no adapters"),
+    _not_yet(
+        "--enable-lora --lora-modules --max-loras --max-lora-rank --lora-paths", _VLLM_SGLANG, "there are no adapters"
+    ),
     _not_yet("--swap-space --cpu-offload-gb", _VLLM_SGLANG, "weights and caches stay on the device"),
     _not_yet("--revision --download-dir --hf-token", _VLLM_SGLANG, "a model is a local folder, nothing is downloaded"),
     _not_yet("--long-prefill-token-threshold", _VLLM_ATOM, "a long prompt may take all tokens of a step"),

@@ -20,6 +20,7 @@ from tetrad.cli.results import Text, opened, write_json
 from tetrad.cli.sampling_flags import add_sampling_flags
 from tetrad.cli.streams import is_terminal, name_of, read_bytes, require_output, say
 from tetrad.config.args import EngineArgs
+from tetrad.errors import ConfigError
 from tetrad.frontend.generation_config import GenerationConfig
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.sampling_params import SamplingParams

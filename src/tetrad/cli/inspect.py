@@ -18,7 +18,7 @@ from tetrad.config.engine_config import EngineConfig
 from tetrad.errors import ConfigError
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.selection_recorder import describe_selection
-from tetrad.geometry import BLOCK_SIZE, IndexDtype
+from tetrad.geometry import BLOCK_SIZE, IndexDtype, IndexLayout
 from tetrad.models.checkpoint.sizes import weight_bytes
 from tetrad.models.checkpoint.tensors import expected_tensors
 from tetrad.models.config import LayerKind, ModelConfig
@@ -59,8 +59,10 @@ def add_command(commands: Any) -> None:
         "4j + 3; visible is how many entries there were to choose from. Reads the weights (or --load-dummy).",
     )
     source = group.add_mutually_exclusive_group()
-    source.add_argument("--selection", metavar="TEXT", help="the prompt")
-    source.add_argument("--selection-token-ids", type=_token_ids, metavar="IDS", help="the prompt as ids: 5,17,3")
+    source.add_argument("--selection", metavar="TEXT", help="the prompt, as text (default: none, describe the model)")
+    source.add_argument(
+        "--selection-token-ids", type=_token_ids, metavar="IDS", help="the prompt, as ids: 5,17,3 (default: none)"
+    )
     group.add_argument("--selection-tokens", type=int, metavar="N", help="tokens to draw, the likeliest (default: 1)")
     parser.set_defaults(run=run, parser=parser)
 
@@ -112,6 +114,10 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "index_cache_dtype_reason": config.index_cache_dtype.reason,
         "config_hash": config.compute_hash(),
         "caches": {dtype.value: _caches(config, dtype) for dtype in IndexDtype},
+        "per_request": {
+            "window_ring_bytes": config.cache_demand.window_bytes,
+            "compressor_ring_bytes": config.cache_demand.ring_bytes,
+        },
         "memory": _memory(config, weights["held_bytes"]),
         "back_ends": {op: _backend(op, config) for op in BACKENDS},
     }
@@ -175,11 +181,12 @@ def _memory(config: EngineConfig, weights_held: int) -> dict[str, Any]:
 def _caches(config: EngineConfig, dtype: IndexDtype) -> dict[str, Any]:
     """Bytes for one index dtype, or why the model cannot have it."""
     try:
+        layout = IndexLayout(dtype, config.model.index_head_dim, hadamard=config.index_hadamard)
         groups = config.cache_groups_with(dtype)
     except ConfigError as error:
         return {"refused": str(error)}
     return {
-        "bytes_per_index_key": groups.bytes_per_entry.get("index", 0),
+        "bytes_per_index_key": layout.data_row_bytes + layout.scale_row_bytes,
         "bytes_per_token": groups.bytes_per_token | {"total": sum(groups.bytes_per_token.values())},
         "block_bytes": groups.block_bytes,
     }
@@ -218,6 +225,11 @@ def _text(report: dict[str, Any]) -> str:
         token = cache["bytes_per_token"]
         values = "".join(f"{token.get(name, 0.0):12.1f}" for name in ("index", "csa", "hca", "total"))
         lines.append(f"  {dtype:8}{cache['bytes_per_index_key']:>10}{values}")
+    request = report["per_request"]
+    lines.append(
+        f"  and per request {format_bytes(request['window_ring_bytes'])} of window rings and "
+        f"{format_bytes(request['compressor_ring_bytes'])} of compressor rings"
+    )
     lines += ["", *_weights_text(report), "", *_memory_text(report)]
     lines += ["", "back ends on this device"]
     for op, choice in report["back_ends"].items():
@@ -247,8 +259,9 @@ def _memory_text(report: dict[str, Any]) -> list[str]:
     lines = [
         f"caches for max_model_len {caches['max_model_len']:,}, max_num_seqs {count:,}, "
         f"max_num_batched_tokens {caches['max_num_batched_tokens']:,}",
-        f"  always       {format_bytes(caches['window_bytes'])} of window rings, {format_bytes(caches['step_bytes'])} "
-        f"for the rows of a step, {format_bytes(caches['compressor_ring_bytes'])} of compressor rings",
+        f"  always       {format_bytes(caches['window_bytes'])} of window rings, "
+        f"{format_bytes(caches['compressor_ring_bytes'])} of compressor rings, "
+        f"{format_bytes(caches['step_bytes'])} for a step's rows",
         f"  a sequence   {caches['blocks_per_sequence']:,} blocks of 256 tokens x "
         f"{format_bytes(caches['block_bytes'])} = {format_bytes(sequence)}",
         f"  needed       {format_bytes(caches['one_sequence_bytes'])} for one sequence, "

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tetrad.errors import RequestError
+from tetrad.errors import ConfigError, RequestError
 from tetrad.frontend.sampling_params import SamplingParams
 
 _BOM = b"\xef\xbb\xbf"
@@ -65,12 +65,12 @@ def text_of(data: bytes, source: object) -> str:
     """The text of a prompt file, line ends as they are, without a byte-order mark.
 
     Raises:
-        RequestError: it is not UTF-8.
+        ConfigError: it is not UTF-8.
     """
     try:
         return data.removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"cannot read {source}: {error}") from error
+        raise ConfigError(f"cannot read {source}: {error}") from error
 
 
 def items_of_lines(data: bytes, defaults: SamplingParams, seed: int | None) -> Iterator[Item]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from tetrad.errors import ConfigError, RequestError
+from tetrad.errors import ConfigError
 
 READER_LEFT = 141
 """The exit code where the reader of our output left: a shell's for SIGPIPE."""
@@ -152,14 +152,14 @@ def read_bytes(path: Path) -> bytes:
     """A file as it is; ``-`` is standard input, of which nothing comes where it is closed.
 
     Raises:
-        RequestError: it cannot be read, or it is UTF-16.
+        ConfigError: it cannot be read, or it is UTF-16.
     """
     try:
         data = path.read_bytes() if str(path) != "-" else _read_input()
     except (OSError, ValueError) as error:
-        raise RequestError(f"cannot read {name_of(path)}: {error}") from error
+        raise ConfigError(f"cannot read {name_of(path)}: {error}") from error
     if data.startswith(_UTF16):
-        raise RequestError(f"cannot read {name_of(path)}: it is UTF-16; convert it to UTF-8")
+        raise ConfigError(f"cannot read {name_of(path)}: it is UTF-16; convert it to UTF-8")
     return data
 
 

@@ -26,7 +26,7 @@ from tetrad.models.caches import cache_groups
 from tetrad.models.config import ModelConfig
 from tetrad.models.indexer import IndexerOptions
 from tetrad.models.linear import ActivationQuant
-from tetrad.ops.backends import Problem, offers
+from tetrad.ops.backends import Problem, support
 from tetrad.ops.indexer_logits import uses_plan
 from tetrad.platforms import Platform, ResolvedIndexDtype, current_platform, resolve_index_dtype
 
@@ -316,7 +316,7 @@ def _index_dtype(args: EngineArgs, model: ModelConfig, platform: Platform) -> Re
         requested,
         index_head_dim=model.index_head_dim,
         platform=platform,
-        offers=offers("indexer_logits", platform, Problem("fp4", model.index_head_dim, model.index_n_heads)),
+        support=support("indexer_logits", platform, Problem("fp4", model.index_head_dim, model.index_n_heads)),
         strict=args.strict_index_cache_dtype,
     )
 

@@ -104,6 +104,8 @@ class RecallResult:
     answers: list[Answer] = field(default_factory=list)
     interrupted: bool = False
     died: str | None = None
+    model: str = ""
+    dtype: str = ""
 
 
 @dataclass(slots=True)
@@ -166,6 +168,7 @@ def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: RecallPr
             progress.begin(engine)
             result.index_topk = result.index_topk or engine.config.model.index_topk
             result.device = _device_name(engine.config.device)
+            result.model, result.dtype = str(args.model), str(engine.config.dtype).removeprefix("torch.")
             for batch in _batches(cells, settings.questions, engine.config.max_num_seqs):
                 progress.doing = f"{variant.name} at {batch[0][0]} tokens"
                 for answer in _ask(engine, variant, batch, settings, exact):
@@ -209,7 +212,7 @@ def _device_name(device: torch.device) -> str:
 def _batches(
     cells: list[tuple[int, float, int]], questions: int, max_num_seqs: int
 ) -> Iterator[list[tuple[int, float, int]]]:
-    """As many documents of one length at once as there is room for, each with its questions and its stem."""
+    """As many documents of one length at once as there is room for, each with its questions and their common prefix."""
     size = max(1, max_num_seqs // (questions + 1))
     for length in dict.fromkeys(length for length, _, _ in cells):
         same = [cell for cell in cells if cell[0] == length]

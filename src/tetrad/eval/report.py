@@ -1,17 +1,16 @@
-"""A recall measurement as a table, as JSON, and as the picture that the field knows: depth against length."""
+"""A recall measurement as a table, as JSON and back, and as a picture."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tetrad.errors import ConfigError
-from tetrad.eval.recall import BASELINE, Answer, RecallResult
-from tetrad.eval.statistics import interval_of_mean
+from tetrad.eval.recall import BASELINE, Answer, RecallResult, RecallSettings, Variant
+from tetrad.eval.statistics import interval_of_mean, interval_of_share
 
 _WIDTH = 100
 _AGAINST = f"minus {BASELINE} [95 %]"
@@ -20,7 +19,11 @@ _HEAD = f"{'length':>7} {'index':9} {'asked':>5} {'recall %':>8} {_AGAINST:>26} 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-    """One variant at one length. Shares are 0 to 1; differences are to the baseline, on the same questions."""
+    """One variant at one length. Shares are 0 to 1; differences are to the baseline, on the same questions.
+
+    ``found`` is the share of the baseline's chosen entries, None without a baseline. Lows and highs are 95 % intervals:
+    ``low`` and ``high`` of the difference.
+    """
 
     variant: str
     length: int
@@ -32,6 +35,10 @@ class Cell:
     found: float | None
     by_depth: dict[float, float]
     by_kind: dict[str, float]
+    recall_low: float
+    recall_high: float
+    found_low: float | None
+    found_high: float | None
 
 
 def cells(result: RecallResult) -> list[Cell]:
@@ -58,7 +65,8 @@ def _cell(result: RecallResult, variant: str, length: int) -> Cell:
         pairs = np.array([float(mine[place].right) - float(base[place].right) for place in both])
         difference = float(pairs.mean())
         low, high = interval_of_mean(pairs)
-    found = [answer.found for answer in mine.values() if answer.found is not None]
+    found = np.array([answer.found for answer in mine.values() if answer.found is not None])
+    found_low, found_high = interval_of_mean(found) if len(found) else (None, None)
 
     def share(key: Callable[[Answer], Any], value: Any) -> float:
         return float(np.mean([answer.right for answer in mine.values() if key(answer) == value]))
@@ -71,9 +79,12 @@ def _cell(result: RecallResult, variant: str, length: int) -> Cell:
         difference,
         low,
         high,
-        float(np.mean(found)) if found else None,
+        float(found.mean()) if len(found) else None,
         {depth: share(lambda a: a.depth, depth) for depth in sorted({a.depth for a in mine.values()})},
         {kind: share(lambda a: a.kind, kind) for kind in sorted({a.kind for a in mine.values()})},
+        *interval_of_share(sum(answer.right for answer in mine.values()), len(mine)),
+        found_low,
+        found_high,
     )
 
 
@@ -114,8 +125,11 @@ def to_dict(result: RecallResult, *, answers: bool = False) -> dict[str, Any]:
     document: dict[str, Any] = {
         "settings": settings,
         "index_topk": result.index_topk,
+        "model": result.model,
         "device": result.device,
+        "dtype": result.dtype,
         "interrupted": result.interrupted,
+        "died": result.died,
         "cells": [dataclasses.asdict(cell) for cell in cells(result)],
     }
     if answers:
@@ -123,56 +137,54 @@ def to_dict(result: RecallResult, *, answers: bool = False) -> dict[str, Any]:
     return document
 
 
-def require_matplotlib() -> Any:
-    """matplotlib.pyplot, drawing to files.
+def from_dict(document: Any) -> RecallResult:
+    """The result behind what :func:`to_dict` gave with ``answers``.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: it is something else, or has no answers.
     """
+    if not isinstance(document, dict) or "settings" not in document:
+        raise ConfigError("this is no result of tetrad eval recall --json")
+    if "answers" not in document:
+        raise ConfigError("the result has no answers; write it with --json --answers")
     try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'tetrad[plot]', or leave out --png") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def picture(result: RecallResult, path: Path) -> None:
-    """Draw depth against length, one panel per variant, and write it to ``path`` (PNG).
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
-    """
-    plt = require_matplotlib()
-    rows = cells(result)
-    names = list(dict.fromkeys(cell.variant for cell in rows))
-    lengths = sorted({cell.length for cell in rows})
-    depths = sorted(result.settings.depths)
-    figure, axes = plt.subplots(1, len(names), figsize=(1.2 + 2.4 * len(names), 3.2), squeeze=False, sharey=True)
-    image = None
-    for axis, name in zip(axes[0], names, strict=True):
-        by_length = {cell.length: cell for cell in rows if cell.variant == name}
-        grid = np.array(
-            [
-                [by_length[length].by_depth[depth] if length in by_length else np.nan for length in lengths]
-                for depth in depths
-            ]
+        settings = dict(document["settings"])
+        settings["variants"] = tuple(Variant(**variant) for variant in settings["variants"])
+        for name in ("lengths", "depths", "kinds"):
+            settings[name] = tuple(settings[name])
+        return RecallResult(
+            RecallSettings(**settings),
+            document["index_topk"],
+            document["device"],
+            [Answer(**answer) for answer in document["answers"]],
+            document["interrupted"],
+            document.get("died"),
+            document.get("model", ""),
+            document.get("dtype", ""),
         )
-        image = axis.imshow(100 * grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
-        for (row, column), value in np.ndenumerate(100 * grid):
-            axis.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8)
-        axis.set_title(f"index {name}", fontsize=9)
-        axis.set_xticks(range(len(lengths)), [f"{length // 1024}K" for length in lengths], fontsize=8)
-        axis.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths], fontsize=8)
-        axis.set_xlabel("tokens", fontsize=8)
-    axes[0][0].set_ylabel("depth of the fact", fontsize=8)
-    if image is not None:
-        figure.colorbar(image, ax=list(axes[0]), label="answers right, %", shrink=0.9)
-    try:
-        figure.savefig(path, dpi=140, bbox_inches="tight", format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
-    finally:
-        plt.close(figure)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"this is no result of tetrad eval recall --json: {error}") from error
+
+
+def command(result: RecallResult) -> str:
+    """The command that measures the same: what is not in it is a default."""
+    settings, plain = result.settings, RecallSettings()
+    flags = [f"--model {result.model}"] if result.model else []
+    flags += [f"--device {result.device}"] if result.device == "cpu" else []
+    flags += [f"--dtype {result.dtype}"] if result.dtype else []
+    flags.append("--lengths " + ",".join(tokens_text(length) for length in settings.lengths))
+    flags.append("--variants " + ",".join(variant.name for variant in settings.variants))
+    if settings.depths != plain.depths:
+        flags.append("--depths " + ",".join(f"{depth:g}" for depth in settings.depths))
+    for flag, value, usual in (
+        ("documents", settings.documents, plain.documents),
+        ("questions", settings.questions, plain.questions),
+        ("document-seed", settings.seed, plain.seed),
+    ):
+        flags += [f"--{flag} {value}"] if value != usual else []
+    return " ".join(("tetrad eval recall", *flags))
+
+
+def tokens_text(length: int) -> str:
+    """A number of tokens as it is written on the command line: 8K for 8192."""
+    return f"{length // 1024}K" if length % 1024 == 0 else str(length)

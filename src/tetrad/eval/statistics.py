@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
+
 import numpy as np
 
 RESAMPLES = 10_000
@@ -23,3 +26,17 @@ def interval_of_mean(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return float(low), float(high)
+
+
+def interval_of_share(right: int, count: int) -> tuple[float, float]:
+    """The 95 % Wilson interval of a share, from 0 to 1: of ``count`` questions ``right`` were answered.
+
+    It has a width also where all are right, which resampling does not give.
+    """
+    if count < 1:
+        return float("nan"), float("nan")
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    share, weight = right / count, z * z / count
+    middle = (share + weight / 2) / (1 + weight)
+    half = z * math.sqrt(share * (1 - share) / count + weight / (4 * count)) / (1 + weight)
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -22,7 +22,8 @@ def described(value: Any) -> str:
 def check_is_tensor(name: str, value: Any) -> None:
     """Refuse what is not a tensor.
 
-    :raises TypeError: if it is not
+    Raises:
+        TypeError: if it is not
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch tensor; got {described(value)}")

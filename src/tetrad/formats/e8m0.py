@@ -27,8 +27,11 @@ _TOP_MANTISSA_BIT = 1 << (_MANTISSA_BITS - 1)
 def as_bytes(scales: Tensor) -> Tensor:
     """The bytes of ``scales`` as uint8, without a copy.
 
-    :param scales: uint8, int8 (how safetensors files carry raw bytes) or ``torch.float8_e8m0fnu``, any shape
-    :raises TypeError: for any other dtype, since a number that is not a byte would silently change its meaning
+    Args:
+        scales: uint8, int8 (how safetensors files carry raw bytes) or ``torch.float8_e8m0fnu``, any shape
+
+    Raises:
+        TypeError: for any other dtype, since a number that is not a byte would silently change its meaning
     """
     check_is_tensor("scales", scales)
     if scales.dtype == torch.uint8:
@@ -43,9 +46,12 @@ def decode(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
     Exact in fp32, bf16 and fp64. fp16 ends at 2^15 and 2^-24: beyond that it gives infinity and zero.
 
-    :param scales: e8m0 bytes as :func:`as_bytes` takes them
-    :param dtype: torch.float64, torch.float32, torch.bfloat16 or torch.float16
-    :raises TypeError: for another dtype of either
+    Args:
+        scales: e8m0 bytes as :func:`as_bytes` takes them
+        dtype: torch.float64, torch.float32, torch.bfloat16 or torch.float16
+
+    Raises:
+        TypeError: for another dtype of either
     """
     product_dtype(dtype)
     index = as_bytes(scales).int()
@@ -68,7 +74,8 @@ def reciprocal(scales: Tensor) -> Tensor:
     The product with any fp32 number is exact unless it falls below 2^-126, far under every rounding threshold of the
     formats here.
 
-    :param scales: e8m0 bytes as :func:`as_bytes` takes them
+    Args:
+        scales: e8m0 bytes as :func:`as_bytes` takes them
     """
     # in a byte's arithmetic 254 - 255 is 255 again, so NaN stays NaN
     return decode(254 - as_bytes(scales))
@@ -80,8 +87,11 @@ def encode_ceil(values: Tensor) -> Tensor:
     Infinity, NaN and everything above 2^127 give 255; zero and everything up to 2^-127 give 0. The sign is ignored.
     Read off the bits: the exponent, plus one if any mantissa bit is set, so that no logarithm rounds.
 
-    :param values: fp32, magnitudes
-    :raises TypeError: for any other dtype
+    Args:
+        values: fp32, magnitudes
+
+    Raises:
+        TypeError: for any other dtype
     """
     check_is_tensor("values", values)
     if values.dtype != torch.float32:
@@ -97,7 +107,8 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     The result's own dtype, in which the product is exact, except for fp16: its range is too small for the scale alone,
     so that product is made in fp32 and cast once.
 
-    :raises TypeError: if ``dtype`` is not one of fp64, fp32, bf16, fp16
+    Raises:
+        TypeError: if ``dtype`` is not one of fp64, fp32, bf16, fp16
     """
     if dtype in (torch.float64, torch.float32, torch.bfloat16):
         return dtype

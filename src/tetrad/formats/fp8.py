@@ -39,9 +39,12 @@ def quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
     A group with an infinity or a NaN gets byte 255 and NaN for all its values. No gradient flows through.
 
-    :param x: [..., D] in fp32, bf16 or fp16
-    :raises ValueError: if ``group`` is not positive or ``x`` has no dimension
-    :raises TypeError: for other dtypes. fp64 is among them: through fp32 it would be rounded twice
+    Args:
+        x: [..., D] in fp32, bf16 or fp16
+
+    Raises:
+        ValueError: if ``group`` is not positive or ``x`` has no dimension
+        TypeError: for other dtypes. fp64 is among them: through fp32 it would be rounded twice
     """
     _check_source(x)
     _check_group(group)
@@ -59,10 +62,13 @@ def dequantize_groups(values: Tensor, scales: Tensor, group: int, dtype: torch.d
     Exact in fp32, bf16 and fp64 as long as the product is in range: from 2^128 on, which the largest finite fp32 rounds
     up to, it is infinite in fp32 and bf16. fp16 rounds once and overflows above 65504.
 
-    :param values: float8_e4m3fn [..., D]
-    :param scales: [..., ceil(D/group)], e8m0 bytes or float8_e8m0fnu
-    :raises ValueError: if the two shapes do not belong together
-    :raises TypeError: for other dtypes
+    Args:
+        values: float8_e4m3fn [..., D]
+        scales: [..., ceil(D/group)], e8m0 bytes or float8_e8m0fnu
+
+    Raises:
+        ValueError: if the two shapes do not belong together
+        TypeError: for other dtypes
     """
     _check_values(values)
     _check_group(group)
@@ -91,10 +97,13 @@ def fake_quantize(x: Tensor, group: int = LINEAR_GROUP) -> Tensor:
 def quantize_blocks(weight: Tensor, block: tuple[int, int] = WEIGHT_BLOCK) -> tuple[Tensor, Tensor]:
     """A weight in FP8 by tiles: (E4M3 [..., N, K], e8m0 bytes uint8 [..., ceil(N/rows), ceil(K/columns)]).
 
-    :param weight: [..., N, K] in fp32, bf16 or fp16
-    :param block: rows and columns of a tile
-    :raises ValueError: if ``weight`` has fewer than two dimensions or ``block`` is not positive
-    :raises TypeError: for other dtypes
+    Args:
+        weight: [..., N, K] in fp32, bf16 or fp16
+        block: rows and columns of a tile
+
+    Raises:
+        ValueError: if ``weight`` has fewer than two dimensions or ``block`` is not positive
+        TypeError: for other dtypes
     """
     _check_source(weight)
     _check_block(weight, block)
@@ -112,10 +121,13 @@ def dequantize_blocks(
 
     Needs no memory beyond the result and one row of scales per tile row (for fp16: an fp32 copy as well).
 
-    :param values: float8_e4m3fn [..., N, K]
-    :param scales: [..., ceil(N/rows), ceil(K/columns)], e8m0 bytes or float8_e8m0fnu
-    :raises ValueError: if the shapes do not belong together
-    :raises TypeError: for other dtypes
+    Args:
+        values: float8_e4m3fn [..., N, K]
+        scales: [..., ceil(N/rows), ceil(K/columns)], e8m0 bytes or float8_e8m0fnu
+
+    Raises:
+        ValueError: if the shapes do not belong together
+        TypeError: for other dtypes
     """
     _check_values(values)
     _check_block(values, block)
@@ -143,9 +155,12 @@ def quantize_index(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A row with an infinity or a NaN gets NaN for its scale and its values.
 
-    :param x: [..., D] in fp32, bf16 or fp16, D at least 1
-    :raises ValueError: if D is 0 or ``x`` has no dimension
-    :raises TypeError: for other dtypes
+    Args:
+        x: [..., D] in fp32, bf16 or fp16, D at least 1
+
+    Raises:
+        ValueError: if D is 0 or ``x`` has no dimension
+        TypeError: for other dtypes
     """
     check_is_tensor("what is quantised", x)
     if x.dim() == 0 or x.shape[-1] == 0:

@@ -21,9 +21,12 @@ def rotate(x: Tensor) -> Tensor:
     Computed in fp32 (fp64 for fp64) by log2(n) passes of additions and subtractions and one final multiplication, so a
     vector's bits never depend on what else is in the tensor, nor on a matrix library. Gradients flow.
 
-    :param x: [..., n], floating point, n a power of two
-    :raises ValueError: if n is not a power of two
-    :raises TypeError: if ``x`` is not floating point
+    Args:
+        x: [..., n], floating point, n a power of two
+
+    Raises:
+        ValueError: if n is not a power of two
+        TypeError: if ``x`` is not floating point
     """
     check_is_tensor("x", x)
     if not x.is_floating_point():

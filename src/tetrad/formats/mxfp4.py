@@ -36,9 +36,12 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     253. What rounds to zero keeps its sign. A group with an infinity or a NaN gets byte 255 and zeros for codes.
     Every group is computed on its own: no result depends on what else is in the tensor. No gradient flows through.
 
-    :param x: [..., D] in fp32, bf16 or fp16, D a multiple of 32
-    :raises ValueError: if D is not a multiple of 32
-    :raises TypeError: for other dtypes. fp64 is among them: through fp32 it would be rounded twice
+    Args:
+        x: [..., D] in fp32, bf16 or fp16, D a multiple of 32
+
+    Raises:
+        ValueError: if D is not a multiple of 32
+        TypeError: for other dtypes. fp64 is among them: through fp32 it would be rounded twice
     """
     check_is_tensor("what is quantised", x)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -63,11 +66,14 @@ def dequantize(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.float3
     Exact in fp32, bf16 and fp64 as long as the product is in range: from 2^128 on, which the largest finite fp32 rounds
     up to, it is infinite in fp32 and bf16. fp16 rounds once and overflows above 65504.
 
-    :param packed: [..., D/2], two codes to a byte: uint8, int8 (as checkpoints hold them) or float4_e2m1fn_x2
-    :param scales: [..., D/32], e8m0 bytes or float8_e8m0fnu
-    :param dtype: float64, float32, bfloat16 or float16
-    :raises ValueError: if the two shapes do not belong together
-    :raises TypeError: for other dtypes
+    Args:
+        packed: [..., D/2], two codes to a byte: uint8, int8 (as checkpoints hold them) or float4_e2m1fn_x2
+        scales: [..., D/32], e8m0 bytes or float8_e8m0fnu
+        dtype: float64, float32, bfloat16 or float16
+
+    Raises:
+        ValueError: if the two shapes do not belong together
+        TypeError: for other dtypes
     """
     data, scale_bytes = _packed_bytes(packed), e8m0.as_bytes(scales)
     half_group = GROUP_SIZE // 2
@@ -88,7 +94,8 @@ def dequantize(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.float3
 def pack(codes: Tensor) -> Tensor:
     """Codes uint8 [..., D], each 0 to 15, as bytes uint8 [..., D/2]: the even index in the low nibble.
 
-    :raises ValueError: if D is odd
+    Raises:
+        ValueError: if D is odd
     """
     check_is_tensor("codes", codes)
     if codes.dtype != torch.uint8:
@@ -103,7 +110,8 @@ def pack(codes: Tensor) -> Tensor:
 def unpack(packed: Tensor) -> Tensor:
     """The codes uint8 [..., 2 * B] of bytes [..., B]; the inverse of :func:`pack`.
 
-    :param packed: uint8, int8 or float4_e2m1fn_x2
+    Args:
+        packed: uint8, int8 or float4_e2m1fn_x2
     """
     data = _packed_bytes(packed)
     return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)

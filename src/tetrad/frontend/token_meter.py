@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from tetrad.frontend.llm_engine import LLMEngine
@@ -14,9 +15,10 @@ class TokenMeter:
     def __init__(self, engine: LLMEngine) -> None:
         layers = engine.runner.model.layers
         self._engine, self._layers = engine, len(layers)
-        self._passed = [0]  # the hooks hold this and the runner alone, so that they do not keep the engine
+        self._passed = [0]  # the hooks hold this alone, so that they do not keep the engine
+        runner = weakref.ref(engine.runner)
         for layer in layers:
-            layer.register_forward_hook(_hook(self._passed, engine.runner))
+            layer.register_forward_hook(_hook(self._passed, runner))
 
     @property
     def tokens(self) -> int:
@@ -25,8 +27,9 @@ class TokenMeter:
         return max(self._engine.computed_tokens, self._passed[0] // self._layers)
 
 
-def _hook(passed: list[int], runner: ModelRunner) -> Any:
+def _hook(passed: list[int], runner: weakref.ref[ModelRunner]) -> Any:
     def count(_module: Any, _inputs: Any, _output: Any) -> None:
-        passed[0] += runner.rows_in_step
+        running = runner()
+        passed[0] += 0 if running is None else running.rows_in_step
 
     return count

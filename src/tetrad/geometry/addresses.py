@@ -98,11 +98,14 @@ class IndexLayout:
     DeepSeek-V4's indexer was trained. It changes no byte's place. Whoever writes keys and whoever makes queries for
     them read it here, so both rotate or neither does.
 
-    :param dtype: an :class:`IndexDtype`, or its name ("fp4"), or the torch dtype
-    :param head_dim: channels of a key, at least 1: a multiple of 32 for fp4, a power of two for ``hadamard``
-    :param hadamard: False leaves the rotation out, on queries and keys alike
-    :raises ConfigError: for an unknown dtype, or a number of channels that cannot be stored or rotated
-    :raises TypeError: if ``head_dim`` is no plain int or ``hadamard`` no bool
+    Args:
+        dtype: an :class:`IndexDtype`, or its name ("fp4"), or the torch dtype
+        head_dim: channels of a key, at least 1: a multiple of 32 for fp4, a power of two for ``hadamard``
+        hadamard: False leaves the rotation out, on queries and keys alike
+
+    Raises:
+        ConfigError: for an unknown dtype, or a number of channels that cannot be stored or rotated
+        TypeError: if ``head_dim`` is no plain int or ``hadamard`` no bool
     """
 
     dtype: IndexDtype
@@ -160,13 +163,16 @@ class KVLayout:
     bf16 and fp32: ``entries`` x (nope + rope) elements.
     For the released models an fp8 entry is 448 + 128 + 8 = 584 bytes.
 
-    :param dtype: a :class:`KVDtype`, or its name ("fp8"), or the torch dtype
-    :param entries: entries in a page, at least 1
-    :param nope_dim: channels that RoPE leaves alone; ``rope_dim``: those that it turns, which come last. Either may be
-        0, not both
-    :param rope_dtype: torch.bfloat16 or torch.float32, of the turned channels in an fp8 entry
-    :raises ConfigError: for an unknown dtype or a number that is too small
-    :raises TypeError: if a number is no plain int
+    Args:
+        dtype: a :class:`KVDtype`, or its name ("fp8"), or the torch dtype
+        entries: entries in a page, at least 1
+        nope_dim: channels that RoPE leaves alone; ``rope_dim``: those that it turns, which come last. Either may be 0,
+            not both
+        rope_dtype: torch.bfloat16 or torch.float32, of the channels that RoPE rotates, in an fp8 entry
+
+    Raises:
+        ConfigError: for an unknown dtype or a number that is too small
+        TypeError: if a number is no plain int
     """
 
     dtype: KVDtype
@@ -267,7 +273,8 @@ def page_stride(layout: PageLayout) -> int:
 def element_dtype(layout: PageLayout) -> torch.dtype:
     """The torch dtype of the elements of an unquantised (bf16 or fp32) layout.
 
-    :raises ConfigError: for a quantised one, which has no elements of one dtype
+    Raises:
+        ConfigError: for a quantised one, which has no elements of one dtype
     """
     check_layout(layout)
     if layout.dtype not in _TORCH_DTYPES:
@@ -278,7 +285,8 @@ def element_dtype(layout: PageLayout) -> torch.dtype:
 def check_layout(layout: object, kind: type[IndexLayout] | type[KVLayout] | None = None) -> None:
     """Refuse what is not a layout, or not one of the ``kind``.
 
-    :raises TypeError: with what to pass instead
+    Raises:
+        TypeError: with what to pass instead
     """
     if isinstance(layout, kind or PageLayout):
         return
@@ -293,8 +301,9 @@ def check_layout(layout: object, kind: type[IndexLayout] | type[KVLayout] | None
 def data_rows(pages: Tensor, layout: PageLayout) -> Tensor:
     """The data of every entry: a view uint8 [pages, entries, data_row_bytes] of ``pages`` uint8 [pages, stride].
 
-    :raises TypeError: for a wrong type or dtype
-    :raises ValueError: for a wrong shape
+    Raises:
+        TypeError: for a wrong type or dtype
+        ValueError: for a wrong shape
     """
     _check_pages(pages, layout)
     return pages[:, : layout.entries * layout.data_row_bytes].unflatten(1, (layout.entries, layout.data_row_bytes))
@@ -342,7 +351,8 @@ def ring_slots(request: Tensor, position: Tensor, ring: int) -> Tensor:
 def check_paged(cache: object) -> None:
     """Refuse what is not a :class:`PagedKV`.
 
-    :raises TypeError: with what to pass instead
+    Raises:
+        TypeError: with what to pass instead
     """
     if not isinstance(cache, PagedKV):
         raise TypeError(f"cache must be PagedKV(pages, layout); got {described(cache)}")

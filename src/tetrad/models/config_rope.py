@@ -74,7 +74,7 @@ def _read_object(reading: Reading, name: str, given: Mapping[str, Any]) -> None:
 
 
 def _read_base(reading: Reading, field: str, name: str, part: Mapping[str, Any]) -> None:
-    """The base of the angles and the share of the head that is turned."""
+    """The base of the angles and the share of the head that RoPE rotates."""
     if part.get("rope_theta") is not None:
         reading.put(field, part["rope_theta"], f"{name}.rope_theta")
     _read_rotary_factor(reading, f"{name}.partial_rotary_factor", part.get("partial_rotary_factor"))

@@ -34,8 +34,9 @@ def check_tensor(
     ``dims`` names the dimensions for the error ("rows, heads"). With ``contiguous`` the tensor must be so; with
     ``strided`` it may have any strides; with neither, the elements of its last dimension must be adjacent.
 
-    :raises TypeError: wrong type or dtype
-    :raises ValueError: wrong shape, strides or device
+    Raises:
+        TypeError: wrong type or dtype
+        ValueError: wrong shape, strides or device
     """
     allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
     if not isinstance(value, Tensor):
@@ -94,7 +95,8 @@ def as_pages(name: str, pages: Any, layout: IndexLayout) -> Any:
     The bytes of a page are the same in both: all data, then all scales. What has another number of dimensions comes
     back as it is, for :func:`check_pages` to judge.
 
-    :raises ValueError: for four dimensions of other sizes, or with gaps inside a page
+    Raises:
+        ValueError: for four dimensions of other sizes, or with gaps inside a page
     """
     if not isinstance(pages, Tensor) or pages.dim() != 4:
         return pages
@@ -117,7 +119,8 @@ def as_pages(name: str, pages: Any, layout: IndexLayout) -> Any:
 def check_compute_dtype(dtype: Any) -> None:
     """Refuse what is not a compute dtype.
 
-    :raises TypeError: if it is not
+    Raises:
+        TypeError: if it is not
     """
     if dtype not in (torch.float32, torch.bfloat16):
         hint = "" if isinstance(dtype, torch.dtype) else ", pass torch.float32 or torch.bfloat16"
@@ -127,7 +130,8 @@ def check_compute_dtype(dtype: Any) -> None:
 def check_switch(name: str, value: Any) -> None:
     """Refuse what is neither True nor False.
 
-    :raises TypeError: if it is not
+    Raises:
+        TypeError: if it is not
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False; got {described(value)}")
@@ -136,7 +140,8 @@ def check_switch(name: str, value: Any) -> None:
 def check_real(name: str, value: Any) -> None:
     """Refuse what is not a plain number.
 
-    :raises TypeError: if it is not
+    Raises:
+        TypeError: if it is not
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a plain number; got {described(value)}")

@@ -20,12 +20,12 @@ import torch
 from tetrad.errors import ConfigError, check_whole
 from tetrad.formats.arguments import described
 from tetrad.ops import nvrtc
-from tetrad.platforms import Offer, Platform, current_platform
+from tetrad.platforms import Platform, Support, current_platform
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a back end's offer may depend on besides the platform. Zero or "" where an op has no such thing.
+    """What a back end's answer may depend on besides the platform. Zero or "" where an op has no such thing.
 
     ``dtype`` is how keys are stored ("fp4", "fp8", "bf16", "fp32"), ``heads`` the number of query heads.
     """
@@ -100,7 +100,7 @@ def _triton_scorer(platform: Platform, problem: Problem) -> tuple[bool, str]:
     if platform.device_type != "cuda":
         return False, f"Triton compiles for GPUs, not for {platform.arch}"
     if platform.arch.startswith("sm_") and int(platform.arch[3:]) < 80:
-        return False, f"{platform.arch} has no matrix units for bf16"
+        return False, f"{platform.arch} has no tensor cores for bf16"
     least = 32 if problem.dtype in ("fp4", "fp8") else 16
     if not least <= problem.head_dim <= 256 or problem.head_dim & (problem.head_dim - 1):
         return False, f"serves {least} to 256 channels of {problem.dtype}, a power of two, not {problem.head_dim}"
@@ -146,37 +146,39 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
 
 UNPROVEN: Mapping[tuple[str, str], str] = {}
 """(op, back end) that is not chosen yet, and why; none at present. A kernel that no device has run stands here: it is
-tested in emulation and offers itself with that reason, and the tests marked ``gpu`` and :func:`forced_backends` choose
+tested in emulation and refused with that reason, and the tests marked ``gpu`` and :func:`forced_backends` choose
 it on a device."""
 
 
-def offers(op: str, platform: Platform, problem: Problem) -> tuple[Offer, ...]:
+def support(op: str, platform: Platform, problem: Problem) -> tuple[Support, ...]:
     """What every back end of ``op`` answers, in order of preference.
 
-    :raises ConfigError: if there is no such op
+    Raises:
+        ConfigError: if there is no such op
     """
     _check_asked(platform, problem)
-    given = [Offer(op, backend.name, *backend.supports(platform, problem)) for backend in _backends(op)]
-    return tuple(_if_proven(offer) for offer in given)
+    given = [Support(op, backend.name, *backend.supports(platform, problem)) for backend in _backends(op)]
+    return tuple(_if_proven(answer) for answer in given)
 
 
-def _if_proven(offer: Offer) -> Offer:
-    if offer.supported and (offer.op, offer.name) in UNPROVEN:
-        return Offer(offer.op, offer.name, False, UNPROVEN[offer.op, offer.name])
-    return offer
+def _if_proven(answer: Support) -> Support:
+    if answer.supported and (answer.op, answer.name) in UNPROVEN:
+        return Support(answer.op, answer.name, False, UNPROVEN[answer.op, answer.name])
+    return answer
 
 
 @functools.cache
 def choose_backend(op: str, platform: Platform, problem: Problem) -> Choice:
     """The first back end of ``op`` that supports the problem on the platform.
 
-    :raises ConfigError: if there is no such op, or none of its back ends supports the problem
+    Raises:
+        ConfigError: if there is no such op, or none of its back ends supports the problem
     """
     refusals: list[tuple[str, str]] = []
-    for backend, offer in zip(_backends(op), offers(op, platform, problem), strict=True):
-        if offer.supported:
-            return Choice(op, backend.name, importlib.import_module(backend.module), offer.reason, tuple(refusals))
-        refusals.append((offer.name, offer.reason))
+    for backend, answer in zip(_backends(op), support(op, platform, problem), strict=True):
+        if answer.supported:
+            return Choice(op, backend.name, importlib.import_module(backend.module), answer.reason, tuple(refusals))
+        refusals.append((answer.name, answer.reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals)
     raise ConfigError(f"no back end computes {op} for {problem} on {platform.arch} ({reasons})")
 
@@ -184,7 +186,8 @@ def choose_backend(op: str, platform: Platform, problem: Problem) -> Choice:
 def named_backend(op: str, name: str, platform: Platform, problem: Problem) -> Choice:
     """The back end of ``op`` that is called ``name``, also one of ``UNPROVEN``; for comparisons, which must check it.
 
-    :raises ConfigError: if there is no such op or back end, or it does not support the problem on the platform
+    Raises:
+        ConfigError: if there is no such op or back end, or it does not support the problem on the platform
     """
     _check_asked(platform, problem)
     backends = {backend.name: backend for backend in _backends(op)}
@@ -209,9 +212,12 @@ def forced_backends(names: Mapping[str, str] | str) -> Iterator[None]:
     not touched, nor is what :func:`choose_backend` says. An op that is not named goes where it always goes. A back end
     that does not support a call makes it a ``ConfigError``.
 
-    :param names: the name of a back end by op, or names alone, joined by "+"; of several that an op has, the first
-    :raises ConfigError: if there is no such op or back end
-    :raises TypeError: if ``names`` is neither a mapping nor a text
+    Args:
+        names: the name of a back end by op, or names alone, joined by "+"; of several that an op has, the first
+
+    Raises:
+        ConfigError: if there is no such op or back end
+        TypeError: if ``names`` is neither a mapping nor a text
     """
     if isinstance(names, str):
         names = _names_by_op(names.split("+"))

@@ -40,7 +40,8 @@ def checked() -> Iterator[None]:
 def looks_at_values(values: Tensor) -> bool:
     """Whether the values of a tensor are to be checked here and now. The meta device has none.
 
-    :raises RuntimeError: inside of a capture, which could not be waited for
+    Raises:
+        RuntimeError: inside of a capture, which could not be waited for
     """
     if not _on.get() or values.is_meta:
         return False
@@ -55,7 +56,8 @@ def looks_at_values(values: Tensor) -> bool:
 def check_rows(row_request: Tensor | None, visible_end: Tensor, width: int) -> None:
     """Refuse visible ends beyond ``width`` and, where requests are given, rows of a request that are not adjacent.
 
-    :raises ValueError: naming the row
+    Raises:
+        ValueError: naming the row
     """
     if not looks_at_values(visible_end):
         return
@@ -79,7 +81,8 @@ def check_tables(block_tables: Tensor, row_request: Tensor, visible_end: Tensor,
     """Refuse requests that are not in the table, visible ends behind its last block, and page ids that are read but
     are not in the cache.
 
-    :raises ValueError: naming the row
+    Raises:
+        ValueError: naming the row
     """
     if not looks_at_values(visible_end):
         return
@@ -109,8 +112,9 @@ def check_tables(block_tables: Tensor, row_request: Tensor, visible_end: Tensor,
 def check_slots(name: str, slots: Tensor, end: int, *, distinct: bool = False) -> None:
     """Refuse slots behind the pages and, with ``distinct``, two equal ones; negative ones stand for none.
 
-    :raises IndexError: for a slot behind the pages
-    :raises ValueError: for a slot that is there twice
+    Raises:
+        IndexError: for a slot behind the pages
+        ValueError: for a slot that is there twice
     """
     if not looks_at_values(slots):
         return
@@ -130,7 +134,8 @@ def check_slots(name: str, slots: Tensor, end: int, *, distinct: bool = False) -
 def check_entries(entries: Tensor, block_tables: Tensor, row_request: Tensor, page_entries: int) -> None:
     """Refuse entries behind the last block of the table, requests that are not in it, and pages that it has not.
 
-    :raises ValueError: naming the row
+    Raises:
+        ValueError: naming the row
     """
     if not looks_at_values(entries):
         return

@@ -78,10 +78,10 @@ class CudaKernel:
     def launch(self, grid: Sequence[int], block: Sequence[int], *arguments: Tensor | int | float) -> None:
         """Start the kernel on torch's current stream of its device.
 
-        :param grid: blocks in x, y, z (missing ones are 1), also where the kernel has cluster dimensions
-        :param block: threads in x, y, z
-        :param arguments: tensors go in as their address, ints as 32 or 64 bits as the kernel declares, floats as
-            fp32
+        Args:
+            grid: blocks in x, y, z (missing ones are 1), also where the kernel has cluster dimensions
+            block: threads in x, y, z
+            arguments: tensors go in as their address, ints as 32 or 64 bits as the kernel declares, floats as fp32
         """
         with torch.cuda.device(self.device):
             _make_current(self.device)
@@ -114,11 +114,14 @@ def cuda_kernel(
 ) -> CudaKernel:
     """The kernel ``name`` of a CUDA C++ source, compiled for ``device``; the same object for the same arguments.
 
-    :param defines: macros (name, value)
-    :param shared_bytes: dynamic shared memory of every launch; more than 48 KiB is asked for here
-    :param max_registers: a limit for each thread
-    :param early_start: the source begins with :data:`EARLY_START` and keeps to it
-    :raises ConfigError: where nothing can be compiled, or the device has less shared memory
+    Args:
+        defines: macros (name, value)
+        shared_bytes: dynamic shared memory of every launch; more than 48 KiB is asked for here
+        max_registers: a limit for each thread
+        early_start: the source begins with :data:`EARLY_START` and keeps to it
+
+    Raises:
+        ConfigError: where nothing can be compiled, or the device has less shared memory
     """
     assert not early_start or source.startswith(EARLY_START), "it would run into the kernel before it"
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -141,7 +144,8 @@ def compile_cubin(
 ) -> bytes:
     """Machine code for an architecture such as "sm_90a"; needs the package but no device.
 
-    :raises ConfigError: where nothing can be compiled
+    Raises:
+        ConfigError: where nothing can be compiled
     """
     return bytes(_compile(source, architecture, defines, max_registers).code)
 

@@ -11,11 +11,14 @@ from tetrad.geometry import PageLayout, data_rows, scale_rows, split_slots
 def scatter_rows(data: Tensor, scales: Tensor | None, pages: Tensor, slots: Tensor, layout: PageLayout) -> None:
     """Store rows at their slots; rows with a negative slot are left out. Two rows must not share a slot.
 
-    :param data: uint8 [N, data_row_bytes]
-    :param scales: uint8 [N, scale_row_bytes], None for a layout without scales
-    :param pages: uint8 [pages, stride], at least a page wide
-    :param slots: int64 [N]
-    :raises IndexError: if a slot lies behind the last page
+    Args:
+        data: uint8 [N, data_row_bytes]
+        scales: uint8 [N, scale_row_bytes], None for a layout without scales
+        pages: uint8 [pages, stride], at least a page wide
+        slots: int64 [N]
+
+    Raises:
+        IndexError: if a slot lies behind the last page
     """
     kept = (slots >= 0).nonzero().squeeze(-1)
     page, entry = split_slots(slots.index_select(0, kept), layout)
@@ -29,9 +32,12 @@ def gather_rows(pages: Tensor, slots: Tensor, layout: PageLayout) -> tuple[Tenso
 
     A negative slot gives zero bytes, which every format here takes for zeros.
 
-    :param pages: uint8 [pages, stride], at least a page wide
-    :param slots: int64 [...]
-    :raises IndexError: if a slot lies behind the last page
+    Args:
+        pages: uint8 [pages, stride], at least a page wide
+        slots: int64 [...]
+
+    Raises:
+        IndexError: if a slot lies behind the last page
     """
     if pages.shape[0] == 0:
         # no page: nothing but negative slots can be asked for

@@ -17,8 +17,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) 
     (a, b) -> (a cos - b sin, a sin + b cos); ``inverse`` uses -sin. x: [N, ..., D]; cos, sin: fp32 [N, rope / 2], one
     angle per row and pair. Computed in fp32, returned in the dtype of ``x``.
 
-    :raises ValueError: for a wrong shape
-    :raises TypeError: for a wrong type or dtype
+    Raises:
+        ValueError: for a wrong shape
+        TypeError: for a wrong type or dtype
     """
     check_is_tensor("x", x)
     check_tensor("cos", cos, torch.float32, (x.shape[0] if x.dim() > 1 else None, None), "rows, pairs", strided=True)
@@ -30,10 +31,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) 
             f"turn; got {x.dtype} of the shape {list(x.shape)}"
         )
     rope = 2 * cos.shape[-1]
-    shape = (cos.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[1], -1)
+    shape = (cos.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[1],)
     signed = torch.stack((sin, -sin) if inverse else (-sin, sin), dim=-1)
-    plain, turned = x.split((x.shape[-1] - rope, rope), dim=-1)
+    plain, rotary = x.split((x.shape[-1] - rope, rope), dim=-1)
     # both of a pair at once: (a, b) cos + (b, a) (-sin, sin); a difference is the sum with the negative, bit by bit
-    pair = turned.float().unflatten(-1, (-1, 2))
-    rotated = pair * cos.view(shape) + pair.flip(-1) * signed.view(shape)
+    pair = rotary.float().unflatten(-1, (-1, 2))
+    rotated = pair * cos.view(*shape, 1) + pair.flip(-1) * signed.view(*shape, 2)
     return torch.cat((plain, rotated.flatten(-2).to(x.dtype)), dim=-1)

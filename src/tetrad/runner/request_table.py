@@ -76,7 +76,7 @@ class RequestTable:
 
     def draw(self, drawn: Sequence[tuple[int, int]]) -> None:
         """Set the tokens that some requests have drawn last: (request, token)."""
-        request, token = torch.tensor(drawn, dtype=torch.int64).to(self.device).view(-1, 2).unbind(1)
+        request, token = torch.tensor(drawn, dtype=torch.int64, device="cpu").to(self.device).view(-1, 2).unbind(1)
         self.last_token[request] = token
 
     def _at(self, request: Tensor) -> Tensor:

@@ -25,15 +25,20 @@ def compress(
     taken from the rows of this step, an earlier one from the request's ring. Runs before ``update_state`` of the same
     step. Source: the token-level compressor of DeepSeek-V4 (overlapping at ratio 4).
 
-    :param step: fp32 [R, 2, c * e], u and g of the rows of this step (g with the position bias added)
-    :param state: fp32 [requests, ring, 2, c * e], the same for earlier tokens: position t of a request at ``t % ring``
-    :param row_request: int32 [R], -1 for padding; rows of one request are adjacent and ascending
-    :param position: int64 [R]
-    :param first: int64 [R], the position of the request's first row in this step
-    :returns: fp32 [R, e], zeros where a row completes nothing
-    :raises ValueError: for a wrong shape or ratio, a ring shorter than what an entry pools, or with ``overlap`` an odd
-        width
-    :raises TypeError: for a wrong type or dtype
+    Args:
+        step: fp32 [R, 2, c * e], u and g of the rows of this step (g with the position bias added)
+        state: fp32 [requests, ring, 2, c * e], the same for earlier tokens: position t of a request at ``t % ring``
+        row_request: int32 [R], -1 for padding; rows of one request are adjacent and ascending
+        position: int64 [R]
+        first: int64 [R], the position of the request's first row in this step
+
+    Returns:
+        fp32 [R, e], zeros where a row completes nothing
+
+    Raises:
+        ValueError: for a wrong shape or ratio, a ring shorter than what an entry pools, or with ``overlap`` an odd
+            width
+        TypeError: for a wrong type or dtype
     """
     _check_rows(step, state)
     check_whole("ratio", ratio, 1)
@@ -60,14 +65,16 @@ def update_state(
 ) -> None:
     """Remember the tokens that a later entry needs: state slot ``slots[r]`` becomes row r; -1 is not remembered.
 
-    :param step: fp32 [R, 2, width]
-    :param state: fp32 [requests, ring, 2, width], changed in place; slot s is place ``s % ring`` of request
-        ``s // ring``
-    :param slots: int64 [R]; two rows must not share one
-    :param checkpoints: fp32 [checkpoints, places, 2, width], a second destination, changed in place
-    :param checkpoint_slots: int64 [R], slots in ``checkpoints``
-    :raises ValueError: for a wrong shape, or one of ``checkpoints`` and ``checkpoint_slots`` without the other
-    :raises TypeError: for a wrong type or dtype
+    Args:
+        step: fp32 [R, 2, width]
+        state: fp32 [requests, ring, 2, width], changed in place; slot s is place ``s % ring`` of request ``s // ring``
+        slots: int64 [R]; two rows must not share one
+        checkpoints: fp32 [checkpoints, places, 2, width], a second destination, changed in place
+        checkpoint_slots: int64 [R], slots in ``checkpoints``
+
+    Raises:
+        ValueError: for a wrong shape, or one of ``checkpoints`` and ``checkpoint_slots`` without the other
+        TypeError: for a wrong type or dtype
     """
     _check_rows(step, state)
     check_tensor("slots", slots, torch.int64, (step.shape[0],), "rows", step.device)

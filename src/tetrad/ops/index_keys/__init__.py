@@ -44,14 +44,17 @@ def index_key_vectors(
 
     Source: the compressor inside DeepSeek-V4's indexer.
 
-    :param pooled: fp32 [N, D], the compressor's output
-    :param norm_weight: fp32 or bf16 [D]
-    :param eps: the norm's epsilon
-    :param cos: fp32 [N, rope / 2], one angle per key and channel pair, at the position of the key's first token
-    :param sin: as ``cos``
-    :param dtype: the compute dtype, torch.float32 or torch.bfloat16, to which every step rounds
-    :raises ValueError: for a wrong shape, stride or device
-    :raises TypeError: for a wrong dtype
+    Args:
+        pooled: fp32 [N, D], the compressor's output
+        norm_weight: fp32 or bf16 [D]
+        eps: the norm's epsilon
+        cos: fp32 [N, rope / 2], one angle per key and channel pair, at the position of the key's first token
+        sin: as ``cos``
+        dtype: the compute dtype, torch.float32 or torch.bfloat16, to which every step rounds
+
+    Raises:
+        ValueError: for a wrong shape, stride or device
+        TypeError: for a wrong dtype
     """
     _check_pooled(pooled, norm_weight, eps, cos, sin, dtype)
     backend = backend_module("index_keys", pooled.device, Problem(head_dim=pooled.shape[1]))
@@ -65,12 +68,15 @@ def quantize_index_query(q: Tensor, cos: Tensor, sin: Tensor, layout: IndexLayou
     fp4: uint8 [R, H, D/2] and e8m0 uint8 [R, H, D/32]; fp8: float8_e4m3fn [R, H, D] and fp32 [R, H]; bf16 and fp32:
     [R, H, D] in that dtype and None.
 
-    :param q: bf16 or fp32 [R, H, D], the projected query
-    :param cos: fp32 [R, rope / 2], one angle per row and channel pair; the last ``rope`` channels are rotated
-    :param sin: as ``cos``
-    :param layout: the layout with which the keys are written: their dtype, and whether they are rotated by Hadamard
-    :raises ValueError: for a wrong shape, stride or device, or if D is not that of the layout
-    :raises TypeError: for a wrong type or dtype
+    Args:
+        q: bf16 or fp32 [R, H, D], the projected query
+        cos: fp32 [R, rope / 2], one angle per row and channel pair; the last ``rope`` channels are rotated
+        sin: as ``cos``
+        layout: the layout with which the keys are written: their dtype, and whether they are rotated by Hadamard
+
+    Raises:
+        ValueError: for a wrong shape, stride or device, or if D is not that of the layout
+        TypeError: for a wrong type or dtype
     """
     check_layout(layout, IndexLayout)
     check_tensor("q", q, _COMPUTE_DTYPES, (None, None, None), "rows, heads, channels")
@@ -114,15 +120,18 @@ def write_index_keys(keys: Tensor, pages: Tensor, slots: Tensor, layout: IndexLa
     Slot s is entry ``s % 64`` of page ``s // 64``. Keys with a negative slot are not stored; two keys must not share a
     slot. Nothing but the named entries' bytes is written.
 
-    :param keys: bf16 or fp32 [N, D] after RoPE, not rotated by Hadamard: from :func:`index_key_vectors`
-    :param pages: uint8 [pages, stride], at least ``layout.page_bytes`` wide, pages at multiples of 16 bytes; or
-        DeepGEMM's form of the same bytes, [pages, 64, 1, ``layout.page_bytes`` / 64]
-    :param slots: int64 [N]
-    :param layout: how a page is laid out, the dtype of its keys, and whether they are rotated
-    :raises ValueError: for a wrong shape, stride or device
-    :raises TypeError: for a wrong type or dtype
-    :raises IndexError: if a slot lies behind the last page, on a CPU. A GPU does not wait to find that out: there it
-        may stop the process later, or leave the key out; it never writes elsewhere
+    Args:
+        keys: bf16 or fp32 [N, D] after RoPE, not rotated by Hadamard: from :func:`index_key_vectors`
+        pages: uint8 [pages, stride], at least ``layout.page_bytes`` wide, pages at multiples of 16 bytes; or DeepGEMM's
+            form of the same bytes, [pages, 64, 1, ``layout.page_bytes`` / 64]
+        slots: int64 [N]
+        layout: how a page is laid out, the dtype of its keys, and whether they are rotated
+
+    Raises:
+        ValueError: for a wrong shape, stride or device
+        TypeError: for a wrong type or dtype
+        IndexError: if a slot lies behind the last page, on a CPU. A GPU does not wait to find that out: there it may
+            stop the process later, or leave the key out; it never writes elsewhere
     """
     check_layout(layout, IndexLayout)
     check_tensor("keys", keys, _COMPUTE_DTYPES, (None, layout.head_dim), "keys, channels")
@@ -138,11 +147,14 @@ def read_index_keys(pages: Tensor, slots: Tensor, layout: IndexLayout) -> Tensor
     Keys that were rotated before they were stored come back rotated; :func:`tetrad.formats.hadamard.rotate` turns them
     back.
 
-    :param pages: as in :func:`write_index_keys`
-    :param slots: int64 [...]
-    :raises ValueError: for a wrong shape, stride or device
-    :raises TypeError: for a wrong type or dtype
-    :raises IndexError: if a slot lies behind the last page
+    Args:
+        pages: as in :func:`write_index_keys`
+        slots: int64 [...]
+
+    Raises:
+        ValueError: for a wrong shape, stride or device
+        TypeError: for a wrong type or dtype
+        IndexError: if a slot lies behind the last page
     """
     check_layout(layout, IndexLayout)
     pages = as_pages("pages", pages, layout)

@@ -21,7 +21,8 @@ def encode(x: Tensor, dtype: IndexDtype) -> tuple[Tensor, Tensor | None]:
     fp32    float32 [..., D]                None
     ======  ==============================  =============================================
 
-    :raises ValueError: fp4 with D not a multiple of 32
+    Raises:
+        ValueError: fp4 with D not a multiple of 32
     """
     if dtype is IndexDtype.FP4:
         return mxfp4.quantize(x)

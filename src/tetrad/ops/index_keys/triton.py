@@ -27,7 +27,7 @@ from torch import Tensor
 from tetrad.geometry import IndexDtype, IndexLayout
 from tetrad.ops.index_keys.reference import read_index_keys
 from tetrad.ops.index_keys.triton_encoding import store_pieces
-from tetrad.ops.index_keys.triton_vectors import PIECE, load_pieces, normed, rotated, turned
+from tetrad.ops.index_keys.triton_vectors import PIECE, apply_rope, load_pieces, normed, rotated
 from tetrad.platforms import current_platform
 
 __all__ = [
@@ -199,7 +199,7 @@ def index_query_kernel(
     real = vector < vectors
     row, head = vector // HEADS, vector % HEADS
     x = load_pieces(q + (row * row_stride + head * head_stride), real, DIM)
-    x = turned(x, cos + row * cos_stride, sin + row * sin_stride, real, DIM, ROPE, bf16, VECTORS)
+    x = apply_rope(x, cos + row * cos_stride, sin + row * sin_stride, real, DIM, ROPE, bf16, VECTORS)
     if HADAMARD:
         x = rotated(x, DIM, bf16, VECTORS)
     if KIND == "fp4":
@@ -246,7 +246,7 @@ def index_key_kernel(
     x = load_pieces(source + key * source_stride, real, DIM)
     if weight is not None:
         x = normed(x, weight, eps, DIM, BF16, VECTORS)
-        x = turned(x, cos + key * cos_stride, sin + key * sin_stride, real, DIM, ROPE, BF16, VECTORS)
+        x = apply_rope(x, cos + key * cos_stride, sin + key * sin_stride, real, DIM, ROPE, BF16, VECTORS)
     if HADAMARD:
         x = rotated(x, DIM, BF16, VECTORS)
     if slots is None:

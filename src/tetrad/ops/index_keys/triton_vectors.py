@@ -71,7 +71,7 @@ def normed(pieces, weight, eps, DIM: tl.constexpr, BF16: tl.constexpr, VECTORS: 
 
 @triton.jit
 def _turned_piece(x, cos, sin, real, FIRST: tl.constexpr, BF16: tl.constexpr, VECTORS: tl.constexpr):
-    """RoPE of one piece, whose first two channels are the angles' pair FIRST; pairs below 0 are not turned."""
+    """RoPE of one piece, whose first two channels are the angles' pair FIRST; pairs below 0 are left as they are."""
     pair = FIRST + tl.arange(0, PIECE // 2)
     turning = real[:, None] & (pair >= 0)[None, :]
     c = tl.load(cos[:, None] + pair[None, :], turning, 0.0)
@@ -84,7 +84,9 @@ def _turned_piece(x, cos, sin, real, FIRST: tl.constexpr, BF16: tl.constexpr, VE
 
 
 @triton.jit
-def turned(pieces, cos, sin, real, DIM: tl.constexpr, ROPE: tl.constexpr, BF16: tl.constexpr, VECTORS: tl.constexpr):
+def apply_rope(
+    pieces, cos, sin, real, DIM: tl.constexpr, ROPE: tl.constexpr, BF16: tl.constexpr, VECTORS: tl.constexpr
+):
     """RoPE of the last ROPE channels. cos, sin: pointers [vectors] to the angles of each."""
     result = ()
     for piece in tl.static_range(DIM // PIECE):

@@ -44,14 +44,17 @@ def index_topk(
     result is exact and does not depend on the budget. Where ``width`` is at most ``k`` every visible entry is chosen,
     in ascending order, and nothing is scored or read.
 
-    :param k: entries to choose, at least 1
-    :param width: at least the largest visible end, a plain int; the columns of the scores
-    :param logits_budget_bytes: bytes of scores held at a time; 0 is unlimited; there is always room for one row
-    :param plan: a plan for these rows and this width. It is used where one chunk holds all rows; smaller chunks are
-        left to the scorer to plan
-    :param out: int32 [R, k] to write into; None allocates it
-    :raises ValueError: for a wrong shape, stride, device, width, k or budget, or a plan for other sizes
-    :raises TypeError: for a wrong type or dtype
+    Args:
+        k: entries to choose, at least 1
+        width: at least the largest visible end, a plain int; the columns of the scores
+        logits_budget_bytes: bytes of scores held at a time; 0 is unlimited; there is always room for one row
+        plan: a plan for these rows and this width. It is used where one chunk holds all rows; smaller chunks are left
+            to the scorer to plan
+        out: int32 [R, k] to write into; None allocates it
+
+    Raises:
+        ValueError: for a wrong shape, stride, device, width, k or budget, or a plan for other sizes
+        TypeError: for a wrong type or dtype
 
     It can be captured into a CUDA graph after one call outside of the capture, which compiles its kernels: give it
     ``out`` and a ``plan`` that the graph makes anew (``plan_indexer(..., out=plan)``), and change tensors in place.

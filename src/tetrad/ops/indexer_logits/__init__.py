@@ -69,21 +69,24 @@ def indexer_logits(
 
     Source: the lightning indexer of DeepSeek-V4's compressed sparse attention.
 
-    :param q: the quantised query, contiguous; see :func:`tetrad.ops.quantize_index_query`
-    :param q_scale: its scales, contiguous
-    :param weights: fp32 [R, H], contiguous: the projected head weights times D^-0.5 * H^-0.5, signed, nothing else
-        folded in
-    :param cache: uint8 [pages, page bytes], 64 keys a page; adjacent bytes, base and ``stride(0)`` multiples of 16
-        bytes; ``stride(0)`` may exceed the page
-    :param block_tables: int32 [requests, blocks]; of a request's row the first ceil(visible_end / 64) ids are read
-    :param row_request: int32 [R], -1 for padding; rows of one request are adjacent
-    :param visible_end: int32 [R], the entries that a row sees: 0 for padding, at most ``width``
-    :param width: columns of the scores, a plain int
-    :param plan: the schedule of :func:`tetrad.ops.plan_indexer` for these rows and this width; without it a back end
-        that needs one makes its own
-    :param out: fp32 [R, width] to write into; None allocates it, and what no row sees is then uninitialised
-    :raises ValueError: for a wrong shape, stride, device or width, or a plan for other sizes
-    :raises TypeError: for a wrong type or dtype
+    Args:
+        q: the quantised query, contiguous; see :func:`tetrad.ops.quantize_index_query`
+        q_scale: its scales, contiguous
+        weights: fp32 [R, H], contiguous: the projected head weights times D^-0.5 * H^-0.5, signed, nothing else folded
+            in
+        cache: uint8 [pages, page bytes], 64 keys a page; adjacent bytes, base and ``stride(0)`` multiples of 16 bytes;
+            ``stride(0)`` may exceed the page
+        block_tables: int32 [requests, blocks]; of a request's row the first ceil(visible_end / 64) ids are read
+        row_request: int32 [R], -1 for padding; rows of one request are adjacent
+        visible_end: int32 [R], the entries that a row sees: 0 for padding, at most ``width``
+        width: columns of the scores, a plain int
+        plan: the schedule of :func:`tetrad.ops.plan_indexer` for these rows and this width; without it a back end that
+            needs one makes its own
+        out: fp32 [R, width] to write into; None allocates it, and what no row sees is then uninitialised
+
+    Raises:
+        ValueError: for a wrong shape, stride, device or width, or a plan for other sizes
+        TypeError: for a wrong type or dtype
     """
     q, q_scale, cache, layout = check_indexer_arguments(
         q, q_scale, weights, cache, block_tables, row_request, visible_end, width=width, plan=plan, out=out
@@ -118,7 +121,8 @@ def check_indexer_arguments(
 ) -> tuple[Tensor, Tensor | None, Tensor, IndexLayout]:
     """Check the arguments of :func:`indexer_logits` as it says.
 
-    :returns: q, q_scale and cache in the form of its table, and the layout of the cache that they imply
+    Returns:
+        q, q_scale and cache in the form of its table, and the layout of the cache that they imply
     """
     q = packed_query(q)
     check_tensor("q", q, tuple(_INDEX_DTYPES), (None, None, None), "rows, heads, channels", contiguous=True)

@@ -1,10 +1,10 @@
 """The indexer's scores in Triton, for every GPU. The arguments are checked by :mod:`tetrad.ops.indexer_logits`.
 
 One program has one work unit: some blocks of one row, or of some adjacent rows of one request. It holds the query of
-each row ready for the matrix units and walks over the pages: a tile of keys, one product with all heads of all its
+each row ready for the tensor cores and walks over the pages: a tile of keys, one product with all heads of all its
 rows, relu, weighted sum over the heads (:mod:`tetrad.ops.indexer_logits.triton_rows`).
 
-FP4 goes to the matrix units as it is where they know it. Elsewhere every code becomes a bf16 number that includes its
+FP4 goes to the tensor cores as it is where they know it. Elsewhere every code becomes a bf16 number that includes its
 scale, which is exact. So that this holds for the smallest scales, and none is flushed, key scales are multiplied by
 2^50 on the way and the weights by 2^-50. E4M3 likewise is itself where there are units for it, and fp16 elsewhere.
 
@@ -37,10 +37,10 @@ from tetrad.ops.plan_indexer.triton import GROUP_ROWS, SCHEDULE_OF
 from tetrad.platforms import current_platform
 
 FP4_UNITS = frozenset({"sm_100", "sm_103", "sm_120", "gfx950"})
-"""Architectures whose matrix units multiply E2M1 numbers with e8m0 scales, where Triton knows it."""
+"""Architectures whose tensor cores multiply E2M1 numbers with e8m0 scales, where Triton knows it."""
 
 FP8_UNITS = FP4_UNITS | {"sm_89", "sm_90", "sm_121"}
-"""Those whose matrix units multiply E4M3 numbers."""
+"""Those whose tensor cores multiply E4M3 numbers."""
 
 _PRODUCTS_OF_WARPGROUPS = frozenset({"sm_90", "sm_100", "sm_103"})
 """Those where four warps have whole rows of a product."""
@@ -54,11 +54,11 @@ def launch_constants(arch: str, dtype: IndexDtype, heads: int, head_dim: int) ->
     """What a kernel for so many heads and channels is compiled with on an architecture.
 
     ``KIND`` is the dtype of the cache, ``TILE`` the keys and ``HEAD_TILE`` the heads that are multiplied at once.
-    ``UNITS``: FP4 or E4M3 numbers go to the matrix units as they are. ``WIDEN``: bf16 numbers become fp32 first, for
+    ``UNITS``: FP4 or E4M3 numbers go to the tensor cores as they are. ``WIDEN``: bf16 numbers become fp32 first, for
     Triton's interpreter, which multiplies their bits. ``LOW``: columns of a product that one warp has side by side, for
     the order of the sum over heads. ``ROWS`` go together, here one; :func:`group_constants` has more.
     """
-    # the matrix units of gfx950 take 64 FP4 channels only with 32 heads; more than 64 heads are taken in small pieces,
+    # the tensor cores of gfx950 take 64 FP4 channels only with 32 heads; more than 64 heads are taken in small pieces,
     # because two pieces have to fit into the registers
     least = 32 if arch.startswith("gfx") else 16
     head_tile = max(least, triton.next_power_of_2(heads)) if heads <= 64 else 32

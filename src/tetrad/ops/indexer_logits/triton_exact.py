@@ -1,4 +1,4 @@
-"""Scores whose scales are too far from 1 for the products of matrix units: in fp64, one head after another.
+"""Scores whose scales are too far from 1 for the products of tensor cores: in fp64, one head after another.
 
 fp64 has room for any two scales and any weight, and a NaN scale stays NaN. Many times slower than the ordinary way,
 and needed for next to no key, so it is written for few registers.

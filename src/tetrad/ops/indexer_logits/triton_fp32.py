@@ -1,4 +1,4 @@
-"""Scores of fp32 keys in Triton: without matrix units on most GPUs, so in small pieces that fit into registers."""
+"""Scores of fp32 keys in Triton: without tensor cores on most GPUs, so in small pieces that fit into registers."""
 
 from __future__ import annotations
 

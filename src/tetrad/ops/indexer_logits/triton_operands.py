@@ -1,4 +1,4 @@
-"""Query vectors and keys as operands of the matrix units, in Triton, and which of them are out of their reach."""
+"""Query vectors and keys as operands of the tensor cores, in Triton, and which of them are out of their reach."""
 
 from __future__ import annotations
 

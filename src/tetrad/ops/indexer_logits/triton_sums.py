@@ -1,6 +1,6 @@
 """The product of a tile of keys with query vectors, relu, and the weighted sum over the heads, in Triton.
 
-A score must have the same bits whether its row is scored alone or in a group. The matrix units sum over the channels of
+A score must have the same bits whether its row is scored alone or in a group. The tensor cores sum over the channels of
 one pair in one way, but a reduction by Triton follows the layout of the product, which depends on its size, and the
 compiler may round a product before it is added or not. So the order of the sum over heads is written down here.
 """
@@ -17,7 +17,7 @@ def _weighted_sum(x, w, OUTER: tl.constexpr, INNER: tl.constexpr, HEAD_TILE: tl.
 
     A sum of two does not depend on the order, and where a product meets a sum it is said here which is rounded. So the
     result does not depend on the layout of x, which another number of rows changes. First come the heads that are one
-    thread's in the layouts of most matrix units, then other lanes', then other warps'.
+    thread's in the layouts of most tensor cores, then other lanes', then other warps'.
     """
     KEYS: tl.constexpr = x.shape[0]
     even, odd = tl.split(tl.reshape(x, (KEYS, x.shape[1] // 2, 2)))

@@ -29,12 +29,15 @@ def write_kv_entries(values: Tensor, cache: PagedKV, slots: Tensor) -> None:
     Entries with a negative slot are not stored; two entries must not share a slot. Nothing but the named entries' bytes
     is written; the bytes that pad an entry's scales become zero.
 
-    :param values: bf16 or fp32 [N, d], d = ``cache.layout.head_dim``, the rotated channels last
-    :param cache: where to, and the dtype of its entries
-    :param slots: int64 [N]
-    :raises ValueError: for a wrong shape, stride or device
-    :raises TypeError: for a wrong dtype
-    :raises IndexError: if a slot lies behind the last page
+    Args:
+        values: bf16 or fp32 [N, d], d = ``cache.layout.head_dim``, the rotated channels last
+        cache: where to, and the dtype of its entries
+        slots: int64 [N]
+
+    Raises:
+        ValueError: for a wrong shape, stride or device
+        TypeError: for a wrong dtype
+        IndexError: if a slot lies behind the last page
     """
     check_paged(cache)
     check_tensor("values", values, _COMPUTE_DTYPES, (None, cache.layout.head_dim), "entries, channels")
@@ -57,14 +60,15 @@ def write_pooled_kv_entries(
 
     Source: the compressor of DeepSeek-V4's CSA and HCA layers.
 
-    :param pooled: fp32 [N, d], the compressor's output
-    :param norm_weight: fp32 [d]
-    :param eps: the norm's epsilon
-    :param cos: fp32 [N, rope / 2], at the position of the entry's first token
-    :param sin: as ``cos``
-    :param dtype: the compute dtype, fp32 or bf16, to which every step rounds
-    :param cache: where to
-    :param slots: int64 [N]; entries with a negative slot are neither made nor stored
+    Args:
+        pooled: fp32 [N, d], the compressor's output
+        norm_weight: fp32 [d]
+        eps: the norm's epsilon
+        cos: fp32 [N, rope / 2], at the position of the entry's first token
+        sin: as ``cos``
+        dtype: the compute dtype, fp32 or bf16, to which every step rounds
+        cache: where to
+        slots: int64 [N]; entries with a negative slot are neither made nor stored
 
     Errors as those of :func:`write_kv_entries`.
     """
@@ -83,11 +87,14 @@ def write_pooled_kv_entries(
 def copy_kv_entries(cache: PagedKV, sources: Tensor, targets: Tensor) -> None:
     """Copy entries from slot to slot as they are stored, all from what was there before.
 
-    :param cache: its pages are changed in place
-    :param sources: int64 [N]; -1 copies nothing
-    :param targets: int64 [N], -1 where ``sources`` is; two must not be the same
-    :raises ValueError: for a wrong shape or device
-    :raises TypeError: for a wrong dtype
+    Args:
+        cache: its pages are changed in place
+        sources: int64 [N]; -1 copies nothing
+        targets: int64 [N], -1 where ``sources`` is; two must not be the same
+
+    Raises:
+        ValueError: for a wrong shape or device
+        TypeError: for a wrong dtype
     """
     check_paged(cache)
     check_tensor("sources", sources, torch.int64, (None,), "entries", cache.pages.device)
@@ -101,12 +108,15 @@ def copy_kv_entries(cache: PagedKV, sources: Tensor, targets: Tensor) -> None:
 def read_kv_entries(cache: PagedKV, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """The stored entries at ``slots``: [..., d] in ``dtype``; zeros for a negative slot.
 
-    :param cache: where from
-    :param slots: int64 [...]
-    :param dtype: fp32 or bf16. FP8 and bf16 entries are exact in both
-    :raises ValueError: for a wrong shape, stride or device
-    :raises TypeError: for a wrong dtype
-    :raises IndexError: if a slot lies behind the last page
+    Args:
+        cache: where from
+        slots: int64 [...]
+        dtype: fp32 or bf16. FP8 and bf16 entries are exact in both
+
+    Raises:
+        ValueError: for a wrong shape, stride or device
+        TypeError: for a wrong dtype
+        IndexError: if a slot lies behind the last page
     """
     check_paged(cache)
     layout = cache.layout

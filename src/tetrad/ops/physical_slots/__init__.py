@@ -29,14 +29,17 @@ def physical_slots(
     An entry of -1 stays -1, and a row of padding (request -1) is -1 throughout. Nothing is synchronised, and every step
     is a tensor, so it can be captured into a CUDA graph.
 
-    :param entries: int32 [R, k], entries of each row's request, -1 for none: what :func:`tetrad.ops.index_topk` gives
-    :param block_tables: int32 [requests, blocks] of the cache that is read; index keys and CSA entries share one
-    :param row_request: int32 [R], -1 for padding
-    :param page_entries: entries of a page, at least 1: 64 for index keys and CSA entries
-    :param out: int32 [R, k] to write into, which may be ``entries`` itself; None allocates it
-    :raises ValueError: for a wrong shape, stride, device or number. Inside of :func:`tetrad.ops.checked` also for an
-        entry or a request that is not in the table; elsewhere that is the caller's duty
-    :raises TypeError: for a wrong type or dtype
+    Args:
+        entries: int32 [R, k], entries of each row's request, -1 for none: what :func:`tetrad.ops.index_topk` gives
+        block_tables: int32 [requests, blocks] of the cache that is read; index keys and CSA entries share one
+        row_request: int32 [R], -1 for padding
+        page_entries: entries of a page, at least 1: 64 for index keys and CSA entries
+        out: int32 [R, k] to write into, which may be ``entries`` itself; None allocates it
+
+    Raises:
+        ValueError: for a wrong shape, stride, device or number. Inside of :func:`tetrad.ops.checked` also for an entry
+            or a request that is not in the table; elsewhere that is the caller's duty
+        TypeError: for a wrong type or dtype
 
     Slots are int32: page ids must stay below 2^31 / ``page_entries``.
     """

@@ -31,17 +31,22 @@ def plan_indexer(
     CUDA graph makes its plan inside of the graph, with the plan of an earlier call as ``out``: a plan of other visible
     ends leaves entries out.
 
-    :param row_request: int32 [R], the request of each row, -1 for padding
-    :param visible_end: int32 [R], the entries that each row sees. None may exceed ``width``, which is the caller's
-        duty: values are not looked at
-    :param width: columns of the scores, a plain int
-    :param out: a plan for the same sizes, or an int32 buffer [slots, 4] with slots >= R, to be filled at the same
-        address. None: a new buffer with max(512, R) slots. Where the back end's scorer has a schedule of its own, only
-        an ``out`` that is a plan keeps that one's address too
-    :returns: the plan; ``out`` itself if it was one
-    :raises ValueError: for a wrong shape, stride, device or width, an ``out`` of other sizes, or one with a schedule of
-        another back end, which would keep what it was made for
-    :raises TypeError: for a wrong type or dtype
+    Args:
+        row_request: int32 [R], the request of each row, -1 for padding
+        visible_end: int32 [R], the entries that each row sees. None may exceed ``width``, which is the caller's duty:
+            values are not looked at
+        width: columns of the scores, a plain int
+        out: a plan for the same sizes, or an int32 buffer [slots, 4] with slots >= R, to be filled at the same address.
+            None: a new buffer with max(512, R) slots. Where the back end's scorer has a schedule of its own, only an
+            ``out`` that is a plan keeps that one's address too
+
+    Returns:
+        the plan; ``out`` itself if it was one
+
+    Raises:
+        ValueError: for a wrong shape, stride, device or width, an ``out`` of other sizes, or one with a schedule of
+            another back end, which would keep what it was made for
+        TypeError: for a wrong type or dtype
     """
     check_tensor("row_request", row_request, torch.int32, (None,), "rows")
     rows, device = row_request.shape[0], row_request.device

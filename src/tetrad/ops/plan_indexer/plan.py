@@ -60,7 +60,8 @@ class IndexerPlan:
     def check(self, rows: int, width: int) -> None:
         """Refuse to serve other sizes than those it was made for.
 
-        :raises ValueError: if it was made for other sizes
+        Raises:
+            ValueError: if it was made for other sizes
         """
         if (self.rows, self.width, self.block) != (rows, width, BLOCK):
             raise ValueError(

@@ -76,7 +76,8 @@ def plan_indexer(
     """Fill ``buffer`` int32 [slots, 4], see :func:`tetrad.ops.plan_indexer.plan_indexer`, and ``schedule`` as
     :func:`new_schedule` made it.
 
-    :raises ConfigError: where CUDA C++ cannot be compiled
+    Raises:
+        ConfigError: where CUDA C++ cannot be compiled
     """
     device = row_request.device
     threads = 128 if row_request.shape[0] <= _FEW_ROWS else 1024

@@ -13,7 +13,8 @@ from tetrad.ops.plan_indexer.plan import IndexerPlan
 def check_plan(plan: IndexerPlan, row_request: Tensor, visible_end: Tensor) -> None:
     """Refuse a plan whose work units are not those of these rows; only inside of :func:`tetrad.ops.checked`.
 
-    :raises ValueError: with the first slot that differs
+    Raises:
+        ValueError: with the first slot that differs
     """
     if not looks_at_values(visible_end):
         return

@@ -44,14 +44,17 @@ def sparse_attention(
     duplicates; the same vector is key and value. The sink takes part in the denominator only. Computed in fp32 from the
     stored, dequantised keys. A row that sees no key gives zeros.
 
-    :param q: [R, H, d] in the compute dtype
-    :param sinks: fp32 [H]
-    :param window: raw keys
-    :param window_slots: int64 [R, W], physical slots, -1 for none; those of a row stand before its first -1
-    :param compressed: compressed entries, None in a layer without
-    :param compressed_slots: int64 [R, K], like ``window_slots``, or the :class:`History` of every row
-    :param scale: of the scores
-    :returns: [R, H, d] in the dtype of ``q``
+    Args:
+        q: [R, H, d] in the compute dtype
+        sinks: fp32 [H]
+        window: raw keys
+        window_slots: int64 [R, W], physical slots, -1 for none; those of a row stand before its first -1
+        compressed: compressed entries, None in a layer without
+        compressed_slots: int64 [R, K], like ``window_slots``, or the :class:`History` of every row
+        scale: of the scores
+
+    Returns:
+        [R, H, d] in the dtype of ``q``
 
     Source: the DeepSeek-V4 attention layer (shared key-value head, learned sinks).
     """

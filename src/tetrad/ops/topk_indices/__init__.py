@@ -24,12 +24,15 @@ def topk_indices(logits: Tensor, visible_end: Tensor, k: int, *, out: Tensor | N
     numbers, so -0.0 equals +0.0; -inf is an ordinary value; NaN ranks below -inf and one NaN equals another. Equal
     values go to the lowest columns. Columns from ``visible_end`` on may hold anything.
 
-    :param logits: fp32 [R, width], adjacent columns
-    :param visible_end: int32 [R], at most ``width`` (the caller's duty: values are not looked at)
-    :param k: how many, at least 1; it may exceed ``width``
-    :param out: int32 [R, k] to write into; None allocates it
-    :raises ValueError: for a wrong shape, stride, device or k
-    :raises TypeError: for a wrong type or dtype
+    Args:
+        logits: fp32 [R, width], adjacent columns
+        visible_end: int32 [R], at most ``width`` (the caller's duty: values are not looked at)
+        k: how many, at least 1; it may exceed ``width``
+        out: int32 [R, k] to write into; None allocates it
+
+    Raises:
+        ValueError: for a wrong shape, stride, device or k
+        TypeError: for a wrong type or dtype
     """
     check_tensor("logits", logits, torch.float32, (None, None), "rows, width")
     rows, device = logits.shape[0], logits.device

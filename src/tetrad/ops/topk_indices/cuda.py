@@ -53,7 +53,8 @@ def topk_indices(logits: Tensor, visible_end: Tensor, k: int, out: Tensor) -> No
     """Fill ``out`` int32 [R, k], the chosen columns in ascending order, from ``logits`` fp32 [R, width] and
     ``visible_end`` int32 [R]; see :func:`tetrad.ops.topk_indices.topk_indices`.
 
-    :raises ConfigError: where CUDA C++ cannot be compiled
+    Raises:
+        ConfigError: where CUDA C++ cannot be compiled
     """
     rows, width = logits.shape
     if not rows:
