@@ -16,15 +16,10 @@ from tetrad.bench.measurement import BenchResult, run_bench
 from tetrad.bench.peers import contenders
 from tetrad.bench.staging import run_staging
 from tetrad.cli.progress import Progress
-<<<<<<< HEAD
-from tetrad.cli.streams import is_terminal
-from tetrad.errors import ConfigError, check_whole
-=======
 from tetrad.cli.signals import INTERRUPTED
 from tetrad.cli.stored import read_json
 from tetrad.cli.streams import is_terminal, say
-from tetrad.errors import ConfigError
->>>>>>> h/step
+from tetrad.errors import ConfigError, check_whole
 from tetrad.geometry import IndexDtype
 
 T = TypeVar("T")
