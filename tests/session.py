@@ -59,13 +59,14 @@ class Session:
         max_len: int = 1024,
         max_seqs: int = 4,
         scatter: int = 0,
+        device: str = "cpu",
     ) -> None:
         self.model = model
         groups = cache_groups(
             model.config, kv_dtype=KVDtype(kv_dtype), index_dtype=IndexDtype(index_dtype), compute_dtype=dtype
         )
         blocks = blocks_for(max_len) * max_seqs
-        self.pools = CachePools(groups, CacheSizes(blocks, max_seqs, max_len * max_seqs), "cpu")
+        self.pools = CachePools(groups, CacheSizes(blocks, max_seqs, max_len * max_seqs), device)
         self.pools.poison()
         self.caches = layer_caches(model.config, self.pools)
         generator = torch.Generator().manual_seed(scatter)
@@ -75,7 +76,7 @@ class Session:
             requests=max_seqs,
             max_model_len_blocks=blocks_for(max_len),
             step_rows=max_len * max_seqs,
-            device=torch.device("cpu"),
+            device=torch.device(device),
         )
         self.sequences: dict[str, Held] = {}
         self.shapes: list[StepShape] = []
@@ -123,7 +124,8 @@ class Session:
         streams = self.model.streams(self.model.metadata(rows), self.caches)
         logits = self.model.logits(streams[rows.wanted.clamp_min(0)])
         accepted = [accept.get(name, len(new)) for name, new in tokens.items() for _ in new]
-        self.table.advance(rows, torch.tensor(accepted + [0] * (rows.shape.rows - len(accepted))))
+        padded = torch.tensor(accepted + [0] * (rows.shape.rows - len(accepted)), device=self.table.device)
+        self.table.advance(rows, padded)
         result, row = {}, 0
         for name, new in tokens.items():
             held, end = self.sequences[name], row + len(new)

@@ -34,11 +34,8 @@ class Calls(TorchDispatchMode):
 
 
 def test_operations_of_a_decode_step():
-    """Once a decode step of the bundled model launched 8,150 small operations.
-
-    Several steps are counted, since one that completes an entry of a compressor, or calls more experts, launches more
-    than others; the line holds for all.
-    """
+    """Once a decode step of the bundled model launched 8,150 small operations. Several steps are counted, since one
+    that completes an entry of a compressor, or calls more experts, launches more; the line holds for all."""
     engine = LLMEngine(EngineArgs("bundled", device="cpu", max_model_len=512, max_num_seqs=SEQUENCES))
     for number in range(SEQUENCES):
         ids = [5 + (place * 7 + number) % 250 for place in range(300 + number)]
