@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types mutate clean
+.PHONY: demo test quick lint types mutate clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,6 +18,9 @@ demo: $(STAMP)
 test: $(STAMP) lint types
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/python tests/mutations.py
+
+quick: $(STAMP) lint types
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not faults_all'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -12,6 +12,8 @@ from tests.engine.small import EOS, assert_idle, random_ids, run, small_engine
 from tetrad import LLMEngine, SamplingParams
 from tetrad.frontend.outputs import RequestOutput
 
+pytestmark = pytest.mark.slow
+
 REQUESTS = 1000
 KINDS = 40
 SHORT = (1, 3, 4, 5, 7, 8, 9, 15, 17, 31, 33, 64)

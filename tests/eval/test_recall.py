@@ -17,6 +17,8 @@ from tetrad.eval.documents import STOP, make_document
 from tetrad.eval.recall import Answer, RecallResult, RecallSettings, Variant, _share, document_of, run_recall
 from tetrad.eval.statistics import interval_of_mean, interval_of_share
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"model": bundled.NAME, "device": "cpu", "max_model_len": 2048, "max_num_seqs": 2}
 
 

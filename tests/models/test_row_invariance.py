@@ -12,6 +12,8 @@ from tests.tiny import tiny_config
 
 from tetrad.ops.row_invariant import ROW_MULTIPLE, linear, sigmoid, silu, softplus
 
+pytestmark = pytest.mark.slow
+
 CASES = {
     "flash-fp32-fp4": ("flash", torch.float32, "fp8", "fp4", {}),
     "flash-bf16-fp4": ("flash", torch.bfloat16, "fp8", "fp4", {}),

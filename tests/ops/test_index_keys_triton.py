@@ -30,6 +30,8 @@ from tetrad.ops.index_keys import reference
 from tetrad.ops.row_invariant import rms_norm
 from tetrad.platforms import Platform
 
+pytestmark = pytest.mark.slow
+
 triton = pytest.importorskip("triton")
 
 

@@ -15,6 +15,8 @@ from tests.ops.triton_process import TARGETS, on_cuda, run
 from tetrad.geometry import IndexDtype, IndexLayout
 from tetrad.ops import backends, indexer_logits, plan_indexer
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 # ---- under the interpreter ----------------------------------------------------------------------------------------

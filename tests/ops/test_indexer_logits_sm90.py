@@ -22,6 +22,8 @@ from tetrad.ops.backends import Problem, support
 from tetrad.ops.indexer_logits import sm90
 from tetrad.platforms import Platform
 
+pytestmark = pytest.mark.slow
+
 VARIANTS = [sm90.variant(IndexDtype.FP4, 1, 1), sm90.variant(IndexDtype.FP4, 2, 1)]
 SMALL = sm90.Variant(2, 6, True, 216, 72)
 

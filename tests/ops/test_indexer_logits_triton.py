@@ -18,6 +18,8 @@ from tetrad.ops import plan_indexer
 from tetrad.ops.backends import Problem, support
 from tetrad.platforms import Platform
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 # ---- under the interpreter ----------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from tetrad.ops import IndexerPlan, backends, plan_indexer
 from tetrad.ops.backends import Problem, support
 from tetrad.platforms import Platform
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 GROUP_ROWS = 4

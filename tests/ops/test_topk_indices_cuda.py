@@ -14,6 +14,8 @@ from tests.ops.test_topk_indices_triton import chosen, hard_rows
 from tetrad.errors import ConfigError
 from tetrad.ops import nvrtc
 
+pytestmark = pytest.mark.slow
+
 cuda = import_module("tetrad.ops.topk_indices.cuda")
 PROBLEMS = [
     (rows, width, k)

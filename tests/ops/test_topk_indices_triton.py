@@ -9,6 +9,8 @@ import pytest
 import torch
 from tests.ops.triton_process import TARGETS, run
 
+pytestmark = pytest.mark.slow
+
 triton = pytest.importorskip("triton")
 
 INTERPRETED = """

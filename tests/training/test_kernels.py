@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 CUDA = torch.cuda.is_available()
 READY = CUDA or os.environ.get("TRITON_INTERPRET") == "1"
 if READY:

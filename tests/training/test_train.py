@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from state import LIMIT, _compact, load_state, save_state
 from train import RECIPES, load_final, parse, per_document, rate_factor, run, save_final
 
+pytestmark = pytest.mark.slow
+
 
 def train(folder: Path, *arguments: str) -> dict[str, torch.Tensor]:
     options = ["--recipe", "tiny", "--device", "cpu", "--muon", "--every", "5", "--out", str(folder), *arguments]
