@@ -61,8 +61,8 @@ class Admission:
 class StepPlan:
     """One step. Everything in it is a change against the step before, but for the rows to compute.
 
-    width: blocks of the bucket that holds the longest context of the step; leaves: rows whose sequences are gone, which an
-    admission of the same step may take again.
+    width: blocks of the bucket that holds the longest context of the step; leaves: rows whose sequences are gone, which
+    an admission of the same step may take again.
     """
 
     segments: tuple[Segment, ...] = ()
