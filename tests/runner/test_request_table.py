@@ -124,7 +124,7 @@ def test_edges_of_a_bucket(counts, rows):
 
 
 def test_more_changes_than_the_buffer_had_room_for():
-    """All requests start at once with all of their blocks; later steps use the larger buffer."""
+    """All requests start at once as forks of a long prefix; later steps use the larger buffer."""
     listed = Listed(step_rows=REQUESTS)
     full = tuple(BlockDelta(request, index, 7 * request + index) for request in range(REQUESTS) for index in range(7))
     segments = tuple(Segment(request, 1, 0, (request + 1,), 1) for request in range(REQUESTS))
@@ -134,6 +134,25 @@ def test_more_changes_than_the_buffer_had_room_for():
     plan = StepPlan(tuple(Segment(request, 1, NEXT, (), 1) for request in range(REQUESTS)), 8)
     listed.advance(plan, listed.apply(plan), None)
     assert listed.length == [2] * REQUESTS
+
+
+@pytest.mark.parametrize("step_rows", [1, 5, 24, 300])
+def test_the_buffer_stays_where_it_is(step_rows):
+    """In small steps it once moved with the first one, since the rows that only fill a bucket were not counted."""
+    listed = Listed(step_rows)
+    before = listed.table._buffer._target.data_ptr()
+    starting = min(step_rows, REQUESTS)
+    counts = [1] * (starting - 1) + [step_rows - starting + 1]
+    segments = [Segment(request, count, 255, tuple(range(count)), count) for request, count in enumerate(counts)]
+    deltas = [
+        BlockDelta(request, index, index)
+        for request, count in enumerate(counts)
+        for index in range(blocks_for(255 + count) - (count > 1))
+    ]
+    listed.apply(
+        StepPlan(tuple(segments), 2, tuple(admission(request, 255) for request in range(starting)), tuple(deltas))
+    )
+    assert listed.table._buffer._target.data_ptr() == before
 
 
 def test_drafts_go_on_behind_what_was_accepted():
