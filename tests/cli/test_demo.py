@@ -6,6 +6,7 @@ import pytest
 
 from tetrad.cli.demo import _spans
 from tetrad.cli.main import main
+from tetrad.runner.sampler import SampledToken, Sampler
 
 
 def test_demo(capsys):
@@ -26,6 +27,13 @@ def test_own_question(capsys, shown):
     assert "What is the code of nobody?" in out
     assert shown[0] == "reading and answering: 1,057 tokens, the document has 1,024"
     assert shown[-1].startswith("computing it again: 1,06")
+
+
+def test_a_request_that_fails_ends_it(capsys, monkeypatch):
+    """Requests that ended with an error were shown as wrong answers, behind exit code 0."""
+    monkeypatch.setattr(Sampler, "sample", lambda _self, _logits, rows: [SampledToken(-1, None, "NaN") for _ in rows])
+    assert main(["demo", "--tokens", "1K"]) == 1
+    assert capsys.readouterr().err.endswith("tetrad: error: NaN\n")
 
 
 @pytest.mark.parametrize("tokens", ["100", "10M", "many"])

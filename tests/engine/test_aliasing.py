@@ -45,7 +45,7 @@ def vandalise(value: Any, done: set[int]) -> int:
 
 
 def requests() -> tuple[list[Any], list[SamplingParams]]:
-    """Prompts that begin alike (they share a stem), and every container that parameters can hold."""
+    """Prompts that begin alike (they share a prefix), and every container that parameters can hold."""
     begin = random_ids(70, seed=1)
     prompts: list[Any] = [
         [*begin, 5, 6, 7],

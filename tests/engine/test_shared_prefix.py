@@ -105,8 +105,8 @@ def test_choices_compute_their_prompt_once(folder, max_num_seqs):
     assert_everything_returned(built)
 
 
-def test_too_few_blocks_for_stem_and_branches(folder):
-    """A stem once held the blocks that its own branch waited for, and the engine stepped forever without a token."""
+def test_too_few_blocks_for_prefix_and_forks(folder):
+    """A prefix once held the blocks that its own fork waited for, and the engine stepped forever without a token."""
     prompt = tokens(780, seed=2)
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=9, n=3, ignore_eos=True)
     built = engine(folder, num_gpu_blocks_override=4, max_model_len=1024)
@@ -119,8 +119,8 @@ def test_too_few_blocks_for_stem_and_branches(folder):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_abort_gives_back_what_stem_and_branches_hold(folder, steps):
-    """Aborted while the stem is waiting, being computed, forked or gone."""
+def test_abort_frees_what_prefix_and_forks_hold(folder, steps):
+    """Aborted while the prefix is waiting, being computed, forked or gone."""
     prefix = tokens(300, seed=3)
     built = engine(folder)
     ids = built.add_requests([[*prefix, place] for place in range(4)], SamplingParams(max_tokens=8, ignore_eos=True))

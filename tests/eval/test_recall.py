@@ -11,11 +11,12 @@ import torch
 
 from tetrad import LLM, EngineArgs, SamplingParams, bundled
 from tetrad.cli.main import main
-from tetrad.errors import ConfigError
-from tetrad.eval import picture, report
+from tetrad.errors import ConfigError, RequestError
+from tetrad.eval import picture, recall, report
 from tetrad.eval.documents import STOP, make_document
 from tetrad.eval.recall import Answer, RecallResult, RecallSettings, Variant, _share, document_of, run_recall
 from tetrad.eval.statistics import interval_of_mean, interval_of_share
+from tetrad.runner.sampler import SampledToken, Sampler
 
 pytestmark = pytest.mark.slow
 
@@ -288,3 +289,27 @@ def test_a_negative_seed_makes_a_document_of_its_own(seed):
     first, second, again = (make_document(number, 1000, 1, facts=3) for number in (seed, -seed, -seed))
     assert second == again
     assert second.text != first.text
+
+
+def test_a_request_that_fails_is_no_wrong_answer(monkeypatch):
+    """Questions that ended with an error, such as NaN in the logits, were counted as answered wrongly."""
+    monkeypatch.setattr(Sampler, "sample", lambda _self, _logits, rows: [SampledToken(-1, None, "NaN") for _ in rows])
+    settings = RecallSettings(lengths=(1024,), depths=(0.5,), variants=(Variant.parse("fp4"),), questions=3)
+    with pytest.raises(RequestError, match="NaN"):
+        run_recall(EngineArgs(model=bundled.NAME, device="cpu"), settings)
+
+
+def test_a_divided_top_k_builds_one_engine(monkeypatch):
+    """Two engines stood side by side, each with weights and caches, only to learn the model's top-k."""
+    built = []
+
+    class Counted(recall.LLMEngine):
+        def __init__(self, *args, **options):
+            built.append(args)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(recall, "LLMEngine", Counted)
+    settings = RecallSettings(lengths=(1024,), variants=(Variant.parse("fp4/3"),), questions=2)
+    engine = recall._engine(EngineArgs(model=bundled.NAME, device="cpu"), settings, settings.variants[0])
+    assert len(built) == 1
+    assert engine.config.model.index_topk == 16

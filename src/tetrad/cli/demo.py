@@ -19,7 +19,7 @@ from tetrad.cli.progress import Progress
 from tetrad.cli.streams import say
 from tetrad.config.args import EngineArgs
 from tetrad.config.engine_config import EngineConfig, parse_tokens
-from tetrad.errors import ConfigError
+from tetrad.errors import ConfigError, RequestError
 from tetrad.eval.documents import STOP, Document, Question, make_document
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.outputs import RequestOutput
@@ -119,6 +119,8 @@ def _ask(engine: LLMEngine, document: Document) -> tuple[list[Asked], Tensor]:
     with SelectionRecorder(engine) as recorder:
         while engine.has_unfinished_requests:
             for row, output in enumerate(engine.step()):
+                if output.error is not None:
+                    raise RequestError(output.error)
                 name = output.request_id
                 chosen.setdefault(name, {layer: entries[row] for layer, entries in recorder.chosen.items()})
                 if name == ids[0]:

@@ -169,7 +169,7 @@ class EngineConfig:
         )
 
     def cache_sizes(self, available_bytes: int) -> CacheSizes:
-        """How many blocks fit into ``available_bytes`` beside the window blocks and the compressor states.
+        """How many blocks fit into ``available_bytes`` beside the rings and the slots of a step's rows.
 
         Raises:
             ConfigError: with the arithmetic, where not even one sequence of max_model_len fits.

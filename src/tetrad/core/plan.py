@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tetrad.core.messages import Sampling
@@ -61,7 +61,8 @@ class Admission:
 class StepPlan:
     """One step. Everything in it is a change against the step before, but for the rows to compute.
 
-    width: blocks of the bucket that holds the longest context of the step.
+    width: blocks of the bucket that holds the longest context of the step; leaves: rows whose sequences are gone, which
+    an admission of the same step may take again.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -70,7 +71,7 @@ class StepPlan:
     blocks: tuple[BlockDelta, ...] = ()
     block_copies: tuple[Copy, ...] = ()
     request_copies: tuple[Copy, ...] = ()
-    leaves: tuple[int, ...] = field(default=())
+    leaves: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:

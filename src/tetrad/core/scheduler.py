@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -225,7 +224,3 @@ class Scheduler:
             sequence.restart()
         self.sequences = {sequence.number: sequence for sequence in wanted}
         self.running, self.waiting, self._chosen = [], deque(wanted), []
-
-    def numbers(self) -> Iterable[int]:
-        """The numbers of all unfinished sequences."""
-        return self.sequences.keys()

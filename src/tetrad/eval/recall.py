@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tetrad.config.args import EngineArgs
-from tetrad.errors import ConfigError
+from tetrad.config.engine_config import EngineConfig
+from tetrad.errors import ConfigError, RequestError
 from tetrad.eval.documents import KINDS, STOP, Document, Question, make_document
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.sampling_params import SamplingParams
@@ -149,6 +150,7 @@ def run_recall(args: EngineArgs, settings: RecallSettings, *, progress: RecallPr
 
     Raises:
         ConfigError: the model cannot be served so, or a document is too short for its facts.
+        RequestError: the engine could not answer the very first question.
     """
     variants = sorted(settings.variants, key=lambda variant: variant.name != BASELINE)
     cells = [
@@ -195,11 +197,11 @@ def _engine(args: EngineArgs, settings: RecallSettings, variant: Variant) -> LLM
         max_model_len=max(settings.lengths) + 512,
         max_num_seqs=max(settings.questions + 1, args.max_num_seqs),
     )
-    engine = LLMEngine(engine_args)
+    config = EngineConfig.resolve(engine_args)
     if variant.topk_divisor > 1:
-        topk = max(1, engine.config.model.index_topk // variant.topk_divisor)
-        overrides = args.hf_overrides | {"index_topk": topk}
-        engine = LLMEngine(dataclasses.replace(engine_args, hf_overrides=overrides))
+        overrides = args.hf_overrides | {"index_topk": max(1, config.model.index_topk // variant.topk_divisor)}
+        config = EngineConfig.resolve(dataclasses.replace(engine_args, hf_overrides=overrides))
+    engine = LLMEngine(config)
     if engine.tokenizer is None:
         raise ConfigError("recall needs a model with a tokenizer.json")
     return engine
@@ -250,6 +252,8 @@ def _ask(
     with SelectionRecorder(engine) as recorder:
         while engine.has_unfinished_requests:
             for row, output in enumerate(engine.step()):
+                if output.error is not None:
+                    raise RequestError(output.error)  # it is no wrong answer
                 place, question = asked[output.request_id]
                 if len(output.outputs[0].token_ids) == 1:
                     chosen = {layer: entries[row] for layer, entries in recorder.chosen.items()}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+from tetrad.core.messages import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tetrad.core.plan import NEXT, StepPlan
-from tetrad.geometry import DRAFT_ROWS, bucket_rows
+from tetrad.geometry import DRAFT_ROWS, blocks_for, bucket_rows
 from tetrad.models.step import Rows, StepShape
 
 _FIELDS = 5
@@ -29,7 +29,10 @@ class RequestTable:
         # one more, which padding rows write to
         self.length = torch.zeros(requests + 1, dtype=torch.int64, device=device)
         self.last_token = torch.zeros(requests + 1, dtype=torch.int64, device=device)
-        self._buffer = _Buffer(_FIELDS * bucket_rows(step_rows, device.type, chunks=True) + step_rows, device)
+        rows = (_FIELDS + 1) * bucket_rows(step_rows, device.type, chunks=True)
+        # all of a step's changes but those of forks, which get all blocks of their prefix at once
+        changes = 2 * requests + 3 * (requests + blocks_for(step_rows))
+        self._buffer = _Buffer(rows + changes, device)
 
     def apply(self, plan: StepPlan) -> Rows:
         """Write the plan's changes into the table and give the rows of the step.
@@ -139,7 +142,7 @@ class _Buffer:
         self._used = 0
 
     def begin(self, size: int) -> np.ndarray:
-        """``size`` values to fill. More than ever before (many new blocks at once) makes the buffer larger."""
+        """``size`` values to fill. More than ever before (forks of long prefixes) makes the buffer larger."""
         if self._sent is not None:
             self._sent.synchronize()  # the last copy may still read the host's values
         if size > len(self._array):
