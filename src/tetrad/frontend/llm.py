@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
@@ -35,6 +36,12 @@ def _with_signature_of(
     return change
 
 
+def _with_suggestion(option: str) -> str:
+    """An option that is not known, with the nearest that is."""
+    near = difflib.get_close_matches(option, EngineArgs.__dataclass_fields__, n=1, cutoff=0.75)
+    return option + (f" (did you mean {near[0]}?)" if near else "")
+
+
 class LLM:
     """A model ready to continue prompts.
 
@@ -52,7 +59,8 @@ class LLM:
         known = EngineArgs.__dataclass_fields__
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise TypeError(f"LLM() does not know {', '.join(unknown)}; its options are {', '.join(sorted(known))}")
+            named = ", ".join(map(_with_suggestion, unknown))
+            raise TypeError(f"LLM() does not know {named}; its options are {', '.join(sorted(known))}")
         self.engine: LLMEngine = LLMEngine(EngineArgs(model, **options))
 
     def generate(
