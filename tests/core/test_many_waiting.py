@@ -24,7 +24,7 @@ def scheduler_with(waiting: int, *, shared: bool) -> Scheduler:
     return scheduler
 
 
-def operations(monkeypatch, work: Callable[[], None]) -> int:
+def operations(monkeypatch, work: Callable[[], object]) -> int:
     """Operations of the interpreter, and comparisons of sequences that a container makes on its own."""
     count = 0
 

@@ -82,7 +82,8 @@ class LLM:
             use_tqdm: shows a bar that counts the requests that are done; a class like ``tqdm`` makes that bar.
 
         Raises:
-            RequestError: names the prompt that cannot be served; none was started.
+            RequestError: names the prompt that cannot be served, and none was started; or another caller of the
+                engine has taken an output.
             DeviceLostError: an earlier step lost the device; the engine must be built anew.
         """
         if not (isinstance(use_tqdm, bool) or callable(use_tqdm)):
@@ -99,6 +100,11 @@ class LLM:
                         unfinished.discard(output.request_id)
                         finished[output.request_id] = output
                         bar.update()
+                    if unfinished and not self.engine.has_unfinished_requests:
+                        raise RequestError(
+                            f"another caller of step() or abort() has taken the output of {min(unfinished)}; "
+                            f"give step() the ids of your own requests with only="
+                        )
             return [finished[request_id] for request_id in ids]
         except BaseException:
             # an error or an interrupt leaves no request behind, and no output
