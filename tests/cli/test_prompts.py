@@ -29,11 +29,12 @@ def openai(body: dict[str, object], **changes: object) -> dict[str, object]:
         {"prompt_token_ids": [5, 6], "max_tokens": 3},
         openai({"prompt": [5, 6], "max_tokens": 3, "stop": None, "stream": False, "echo": False, "user": "u"}),
         {"custom_id": 7, "body": {"prompt": [5, 6], "max_tokens": 3}},
+        {"custom_id": 7, "body": {"prompt": [[5, 6]], "max_tokens": 3}},
     ],
     ids=str,
 )
 def test_forms_of_a_line(line):
-    """Only "prompt" was known; a batch as OpenAI has it was refused key by key."""
+    """Only "prompt" was known; a batch as OpenAI has it was refused key by key, and so was a list of one prompt."""
     (item,) = items(line)
     assert item.error is None
     assert (item.prompt, item.params.max_tokens, item.params.temperature) == ([5, 6], 3, 0)

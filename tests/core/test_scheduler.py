@@ -109,7 +109,7 @@ class World:
             assert segment.wanted == (sequence.draws and segment.count == sequence.remaining)
             if not self.scheduler.chunked_prefill:
                 assert segment.count == sequence.remaining, "without chunks a prompt is computed whole"
-        order = [sequence.order for sequence in [*self.scheduler.running, *self.scheduler.waiting]]
+        order = [sequence.order for sequence in [*self.scheduler.running, *self.scheduler.waiting.values()]]
         assert order == sorted(order), "first come, first served, preempted ones included"
         if plan.rows < self.budget and self.scheduler.chunked_prefill:
             idle = [s for s in self.scheduler.running if s.remaining and s not in chosen]
@@ -121,7 +121,7 @@ class World:
 
     def check_owners(self) -> None:
         running = self.scheduler.running
-        assert all(not sequence.blocks and sequence.request == NONE for sequence in self.scheduler.waiting)
+        assert all(not sequence.blocks and sequence.request == NONE for sequence in self.scheduler.waiting.values())
         requests = [sequence.request for sequence in running]
         assert len(set(requests)) == len(requests), "a row of the request table has one owner"
         assert all(len(set(sequence.blocks)) == len(sequence.blocks) for sequence in running)

@@ -40,7 +40,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"device": "cpu:x"}, r"device 'cpu:x' is not known"),
     ({"device": None}, r"device None is of type NoneType; give str"),
     ({"dtype": "float16"}, r"dtype 'float16' is not known; choose one of auto, bfloat16, bf16, float32, fp32"),
-    ({"dtype": torch.float32}, r"dtype torch.float32 is of type dtype; give str"),
+    ({"dtype": torch.float32}, r"dtype torch.float32 is of type dtype; give one of 'auto', 'bfloat16'"),
     ({"kv_cache_dtype": "fp4"}, r"kv_cache_dtype 'fp4' is not known; choose one of auto, bf16, fp8, fp32"),
     ({"kv_cache_dtype": "FP8"}, r"kv_cache_dtype 'FP8' is not known"),
     ({"index_cache_dtype": "int8"}, r"index_cache_dtype 'int8' is not known; choose one of auto, fp4, mxfp4, fp8"),
@@ -89,6 +89,12 @@ def test_engine_options(folder, options, message):
 def test_an_option_that_does_not_exist(folder):
     with pytest.raises(TypeError, match=r"LLM\(\) does not know max_len; its options are .*max_model_len"):
         LLM(model=str(folder), max_len=5)
+
+
+def test_an_option_that_is_nearly_one(folder):
+    """The list of all options was the whole answer."""
+    with pytest.raises(TypeError, match=r"max_model_length \(did you mean max_model_len\?\); its options"):
+        LLM(model=str(folder), max_model_length=5)
 
 
 # ---- config.json ----

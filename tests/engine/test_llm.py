@@ -14,7 +14,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from tests.engine.small import assert_idle, bytes_of, random_ids, run, small_options
+from tests.engine.small import assert_idle, bytes_of, greedy, random_ids, run, small_options
 from tetrad import LLM, ConfigError, EngineArgs, RequestError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -266,4 +266,31 @@ def test_a_kept_output_holds_its_request_id(llm):
     assert output.outputs[0].finish_reason == "length"
     assert llm.engine.abort("by hand") is None
     assert llm.engine.step() == []
+    assert_idle(llm.engine)
+
+
+@pytest.mark.parametrize("take", ["step", "abort"])
+def test_another_caller_takes_an_output(folder, take):
+    """generate() waited for ever for a request whose output another call of step() or abort() had got."""
+    llm = LLM(**small_options(folder))
+
+    class Bar:
+        def __init__(self, **_options):
+            self.calls = 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_error):
+            pass
+
+        def update(self):
+            if take == "abort":
+                for request_id in llm.engine.request_ids:
+                    llm.engine.abort(request_id)
+            while llm.engine.has_unfinished_requests:
+                llm.engine.step()
+
+    with pytest.raises(RequestError, match=r"another caller of step\(\) or abort\(\) has taken the output of request-"):
+        llm.generate([[5], [6]], [greedy(max_tokens=1), greedy(max_tokens=3)], Bar)
     assert_idle(llm.engine)

@@ -139,6 +139,8 @@ def _prompt(record: dict[str, Any]) -> Any:
         raise RequestError(f"prompt_token_ids is a list of token ids, not {type(prompt).__name__}")
     if isinstance(prompt, dict):
         raise RequestError("a prompt is text or a list of token ids, not an object")
+    if given == ["prompt"] and isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]  # clients of OpenAI's completions send a list, even of one
     if isinstance(prompt, list) and any(isinstance(part, (str, list, dict)) for part in prompt):
         raise RequestError("a prompt is text or a list of token ids; write a line for each of several prompts")
     return prompt

@@ -224,7 +224,9 @@ def _check_types(args: EngineArgs) -> None:
         value, hint = getattr(args, field.name), hints[field.name]
         allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if not any(_is_of(value, kind) for kind in allowed):
-            raise ConfigError(f"{field.name} {value!r} is of type {type(value).__name__}; give {field.type}")
+            choices = field.metadata.get("choices")
+            wanted = f"one of {', '.join(map(repr, choices))}" if choices else field.type
+            raise ConfigError(f"{field.name} {value!r} is of type {type(value).__name__}; give {wanted}")
 
 
 def _is_of(value: Any, kind: Any) -> bool:

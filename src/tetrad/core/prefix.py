@@ -20,6 +20,8 @@ class SharedPrefixes:
 
     def __init__(self) -> None:
         self._prefix_of: dict[int, Sequence] = {}
+        # the same by prefix; a dict for its order, because thousands may wait and leave one by one
+        self._waiting_for: dict[int, dict[int, None]] = {}
 
     def of(self, sequence: Sequence) -> Sequence | None:
         """The prefix that a sequence waits for."""
@@ -33,6 +35,7 @@ class SharedPrefixes:
         # numbers of prefixes are negative: the front end does not know them
         prefix = Sequence(AddSequence(-1 - order, tokens, Sampling(), 0, 0), order, draws=False)
         self._prefix_of |= {sequence.number: prefix for sequence in sequences}
+        self._waiting_for[prefix.number] = {sequence.number: None for sequence in sequences}
         return prefix
 
     def is_ready(self, sequence: Sequence) -> bool:
@@ -43,14 +46,24 @@ class SharedPrefixes:
     def forget(self, sequence: Sequence) -> Sequence | None:
         """The sequence waits no more. Returns its prefix if it was the last that waited for it."""
         prefix = self._prefix_of.pop(sequence.number, None)
-        return prefix if prefix is not None and not self.waiting_for(prefix) else None
+        if prefix is None:
+            return None
+        others = self._waiting_for[prefix.number]
+        del others[sequence.number]
+        if others:
+            return None
+        del self._waiting_for[prefix.number]
+        return prefix
 
     def waiting_for(self, prefix: Sequence) -> list[int]:
         """The numbers of the sequences that wait for a prefix."""
-        return [number for number, other in self._prefix_of.items() if other is prefix]
+        return list(self._waiting_for.get(prefix.number, ()))
 
     def keep(self, known: Collection[int], waiting: Collection[int]) -> None:
         """Forget all waiting but of the sequences ``waiting``, and that for a prefix that is not ``known``."""
         self._prefix_of = {
             number: prefix for number, prefix in self._prefix_of.items() if number in waiting and prefix.number in known
         }
+        self._waiting_for = {}
+        for number, prefix in self._prefix_of.items():
+            self._waiting_for.setdefault(prefix.number, {})[number] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -42,7 +42,8 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.sequences: dict[int, Sequence] = {}
-        self.waiting: deque[Sequence] = deque()
+        # by number: any of thousands may be aborted
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.prefixes = SharedPrefixes()
@@ -71,7 +72,7 @@ class Scheduler:
         prefix = self.prefixes.share(add, sequences, order) if self.max_num_seqs > 1 else None
         for sequence in [prefix, *sequences] if prefix is not None else sequences:
             self.sequences[sequence.number] = sequence
-            self.waiting.append(sequence)
+            self.waiting[sequence.number] = sequence
 
     def schedule(self) -> StepPlan:
         """Choose the next step. Without a segment only if nothing is unfinished."""
@@ -123,7 +124,7 @@ class Scheduler:
 
     def _admit(self, step: _Step) -> None:
         while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
+            sequence = next(iter(self.waiting.values()))
             if not self.prefixes.is_ready(sequence):
                 return
             prefix = self.prefixes.of(sequence)
@@ -131,7 +132,7 @@ class Scheduler:
             count = self._count(sequence.length - start, step.budget)
             if not count or not self.manager.can_admit(sequence.length, start):
                 return
-            self.waiting.popleft()
+            del self.waiting[sequence.number]
             sequence.status, sequence.computed = Status.RUNNING, start
             sequence.request = self.manager.requests.allocate()
             self.running.append(sequence)
@@ -178,7 +179,8 @@ class Scheduler:
         sequence.restart()
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting[sequence.number] = sequence
+        self.waiting.move_to_end(sequence.number, last=False)
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -200,8 +202,7 @@ class Scheduler:
         """Take a sequence out of the queues and free what it holds."""
         if sequence.request != NONE:
             self._release(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        self.waiting.pop(sequence.number, None)
         del self.sequences[sequence.number]
         if sequence.status is not Status.FINISHED:
             sequence.status = Status.FINISHED
@@ -223,4 +224,5 @@ class Scheduler:
         for sequence in wanted:
             sequence.restart()
         self.sequences = {sequence.number: sequence for sequence in wanted}
-        self.running, self.waiting, self._chosen = [], deque(wanted), []
+        self.waiting = OrderedDict((sequence.number, sequence) for sequence in wanted)
+        self.running, self._chosen = [], []

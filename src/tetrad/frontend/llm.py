@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
@@ -35,6 +36,12 @@ def _with_signature_of(
     return change
 
 
+def _with_suggestion(option: str) -> str:
+    """An option that is not known, with the nearest that is."""
+    near = difflib.get_close_matches(option, EngineArgs.__dataclass_fields__, n=1, cutoff=0.75)
+    return option + (f" (did you mean {near[0]}?)" if near else "")
+
+
 class LLM:
     """A model ready to continue prompts.
 
@@ -52,7 +59,8 @@ class LLM:
         known = EngineArgs.__dataclass_fields__
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise TypeError(f"LLM() does not know {', '.join(unknown)}; its options are {', '.join(sorted(known))}")
+            named = ", ".join(map(_with_suggestion, unknown))
+            raise TypeError(f"LLM() does not know {named}; its options are {', '.join(sorted(known))}")
         self.engine: LLMEngine = LLMEngine(EngineArgs(model, **options))
 
     def generate(
@@ -74,7 +82,8 @@ class LLM:
             use_tqdm: shows a bar that counts the requests that are done; a class like ``tqdm`` makes that bar.
 
         Raises:
-            RequestError: names the prompt that cannot be served; none was started.
+            RequestError: names the prompt that cannot be served, and none was started; or another caller of the
+                engine has taken an output.
             DeviceLostError: an earlier step lost the device; the engine must be built anew.
         """
         if not (isinstance(use_tqdm, bool) or callable(use_tqdm)):
@@ -91,6 +100,11 @@ class LLM:
                         unfinished.discard(output.request_id)
                         finished[output.request_id] = output
                         bar.update()
+                    if unfinished and not self.engine.has_unfinished_requests:
+                        raise RequestError(
+                            f"another caller of step() or abort() has taken the output of {min(unfinished)}; "
+                            f"give step() the ids of your own requests with only="
+                        )
             return [finished[request_id] for request_id in ids]
         except BaseException:
             # an error or an interrupt leaves no request behind, and no output
