@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tetrad.errors import check_whole
 from tetrad.ops.arguments import check_switch, check_tensor
+from tetrad.ops.checked import check_slots
 from tetrad.ops.compress import reference
 from tetrad.torch_settings import without_autocast
 
@@ -78,11 +79,13 @@ def update_state(
     """
     _check_rows(step, state)
     check_tensor("slots", slots, torch.int64, (step.shape[0],), "rows", step.device)
+    check_slots("slots", slots, state.shape[0] * state.shape[1], distinct=True)
     if (checkpoints is None) != (checkpoint_slots is None):
         raise ValueError("checkpoints and checkpoint_slots go together; give both or neither")
     if checkpoints is not None and checkpoint_slots is not None:
         _check_rows(step, checkpoints, "checkpoints")
         check_tensor("checkpoint_slots", checkpoint_slots, torch.int64, (step.shape[0],), "rows", step.device)
+        check_slots("checkpoint_slots", checkpoint_slots, checkpoints.shape[0] * checkpoints.shape[1], distinct=True)
         reference.update_state(step, checkpoints, checkpoint_slots)
     reference.update_state(step, state, slots)
 

@@ -77,6 +77,11 @@ def write_pooled_kv_entries(
     check_tensor("norm_weight", norm_weight, torch.float32, (pooled.shape[1],), "channels", pooled.device)
     for name, angle in (("cos", cos), ("sin", sin)):
         check_tensor(name, angle, torch.float32, (pooled.shape[0], None), "entries, rope / 2", pooled.device)
+    if sin.shape != cos.shape or 2 * cos.shape[1] > pooled.shape[1]:
+        raise ValueError(
+            f"cos and sin must have one shape, with at most an angle for every two of {pooled.shape[1]} channels; got "
+            f"{list(cos.shape)} and {list(sin.shape)}"
+        )
     check_real("eps", eps)
     check_compute_dtype(dtype)
     backend = _backend(cache, slots, pooled, distinct=True)
