@@ -24,7 +24,9 @@ def compress(
     ``overlap`` it pools twice as many, and a token has two halves of channels: the older ``ratio`` tokens give their
     first half, the newer ones their second. Tokens before position 0 have weight zero. A token at ``first`` or later is
     taken from the rows of this step, an earlier one from the request's ring. Runs before ``update_state`` of the same
-    step. Source: the token-level compressor of DeepSeek-V4 (overlapping at ratio 4).
+    step. It waits for the device, to learn which rows complete an entry, so it cannot be captured into a CUDA graph.
+
+    Source: the token-level compressor of DeepSeek-V4 (overlapping at ratio 4).
 
     Args:
         step: fp32 [R, 2, c * e], u and g of the rows of this step (g with the position bias added)
@@ -66,6 +68,8 @@ def update_state(
 ) -> None:
     """Remember the tokens that a later entry needs: state slot ``slots[r]`` becomes row r; -1 is not remembered.
 
+    It waits for the device, to learn which slots are negative, so it cannot be captured into a CUDA graph.
+
     Args:
         step: fp32 [R, 2, width]
         state: fp32 [requests, ring, 2, width], changed in place; slot s is place ``s % ring`` of request ``s // ring``
@@ -76,6 +80,7 @@ def update_state(
     Raises:
         ValueError: for a wrong shape, or one of ``checkpoints`` and ``checkpoint_slots`` without the other
         TypeError: for a wrong type or dtype
+        IndexError: for a slot behind the last ring, on a CPU; :func:`tetrad.ops.checked` looks everywhere
     """
     _check_rows(step, state)
     check_tensor("slots", slots, torch.int64, (step.shape[0],), "rows", step.device)

@@ -1,4 +1,4 @@
-"""What sparse attention refuses: every wrong argument by its name, and wrong values inside of ``checked()``."""
+"""What attention and the ops around it refuse: wrong arguments by name, and wrong values inside of ``checked()``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from tetrad.geometry import KVLayout, PagedKV
 from tetrad.ops import checked
 from tetrad.ops.compress import update_state
-from tetrad.ops.kv_entries import write_pooled_kv_entries
+from tetrad.ops.kv_entries import copy_kv_entries, write_pooled_kv_entries
+from tetrad.ops.rotary import apply_rotary
 from tetrad.ops.sparse_attention import History, sparse_attention
 
 LAYOUT = KVLayout("fp32", 64, 8, 8)
@@ -94,3 +95,15 @@ def test_angles_are_checked_without_entries(sizes):
         write_pooled_kv_entries(
             torch.zeros(1, 16), torch.ones(16), 1e-6, cos, sin, torch.float32, CACHE, torch.tensor([-1])
         )
+
+
+def test_checked_looks_for_copies_to_nowhere():
+    """Such a copy overwrote the last entry of the last page, and checked() said nothing."""
+    with checked(), pytest.raises(ValueError, match=r"targets\[1\] is -1"):
+        copy_kv_entries(CACHE, torch.tensor([-1, 0]), torch.tensor([-1, -1]))
+
+
+def test_angles_on_another_device():
+    """They were an error from the inside of torch."""
+    with pytest.raises(ValueError, match=r"cos must be .*on cpu"):
+        apply_rotary(torch.zeros(3, 8), *torch.zeros(2, 3, 2, device="meta"))
