@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ SLOTS = torch.tensor([[0, 1], [2, -1], [-1, -1]])
 END = torch.tensor([5, 65, 0], dtype=torch.int32)
 
 
-def history(table=(0, 1), request=(0, 0, -1), end=END, width=128) -> History:
+def history(table=(0, 1), request=(0, 0, -1), end: Any = END, width=128) -> History:
     tables = torch.tensor([table], dtype=torch.int32)
     return History(tables, torch.tensor(request, dtype=torch.int32), end, width)
 
