@@ -125,13 +125,13 @@ def test_plans():
 
     assert plan_fault(plan(), inputs) is None
     for unit, field, value, message in [
-        (0, 0, -1, "1 visible blocks are in no work unit, 0 in several"),
+        (0, 0, -1, "1 visible blocks are in no work item, 0 in several"),
         (0, 0, 6, "a row that is not there"),
         (3, 3, 999, "another visible end"),
-        (3, 1, 2, "1 visible blocks are in no work unit, 1 in several"),
+        (3, 1, 2, "1 visible blocks are in no work item, 1 in several"),
         (3, 2, 2, "blocks that its row does not see"),
         (3, 2, 0, "has no blocks"),
-        (2, 2, 2, "0 visible blocks are in no work unit, 1 in several"),
+        (2, 2, 2, "0 visible blocks are in no work item, 1 in several"),
         (1, 1, -1, "does not see"),
     ]:
         broken = plan()

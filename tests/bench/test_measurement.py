@@ -93,7 +93,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
     assert "WRONG  scores of row 3 differ from fp64" in text
     assert "WRONG  row 0: the places are not ascending" in text
     assert "WRONG  2 visible blocks" not in text
-    assert "WRONG  1 visible blocks are in no work unit" in text
+    assert "WRONG  1 visible blocks are in no work item" in text
 
 
 def test_what_raises_fails_alone():

@@ -166,16 +166,16 @@ def can_check_plan(plan: Any) -> bool:
 
 
 def plan_fault(plan: Any, inputs: InputSet) -> str | None:
-    """What is wrong with a plan: every visible block of every row must be in exactly one work unit."""
+    """What is wrong with a plan: every visible block of every row must be in exactly one work item."""
     units = plan.buffer.cpu().long()
     units = units[units[:, 0] >= 0]
     ends = inputs.visible_end.cpu().long()
     row, first, count, end = units.unbind(1)
     if bool((row >= ends.numel()).any()) or bool((end != ends[row.clamp_max(ends.numel() - 1)]).any()):
-        return "a work unit names a row that is not there, or another visible end than the row's"
+        return "a work item names a row that is not there, or another visible end than the row's"
     blocks = (ends + plan.block - 1) // plan.block
     if bool((first < 0).any()) or bool((count < 1).any()) or bool((first + count > blocks[row]).any()):
-        return "a work unit has no blocks, or blocks that its row does not see"
+        return "a work item has no blocks, or blocks that its row does not see"
     start = (blocks.cumsum(0) - blocks)[row] + first
     times = torch.zeros(int(blocks.sum()) + 1, dtype=torch.int64, device="cpu")
     times.index_add_(0, start, torch.ones_like(start))
@@ -183,7 +183,7 @@ def plan_fault(plan: Any, inputs: InputSet) -> str | None:
     times = times.cumsum(0)[:-1]
     missing, double = int((times == 0).sum()), int((times > 1).sum())
     if missing or double:
-        return f"{missing} visible blocks are in no work unit, {double} in several"
+        return f"{missing} visible blocks are in no work item, {double} in several"
     return None
 
 

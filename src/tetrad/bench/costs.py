@@ -32,7 +32,7 @@ class Cost:
 def cost_of(case: Case) -> Cost:
     """What the case costs at least.
 
-    plan     8 bytes a row in, 16 bytes a work unit out (max(512, rows) units)
+    plan     8 bytes a row in, 16 bytes a work item out (max(512, rows) units)
     score    keys with their scales once for each request, queries with scales and head weights, scores of what is
              visible;   2 * heads * channels operations for each visible (row, entry)
     topk     scores of what is visible, and k places of 4 bytes for each row; no operations are counted

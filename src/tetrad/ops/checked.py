@@ -131,6 +131,16 @@ def check_slots(name: str, slots: Tensor, end: int, *, distinct: bool = False) -
         raise ValueError(f"{name} names slot {int(given[twice[0]])} more than once; two keys must not share a slot")
 
 
+def check_copies(sources: Tensor, targets: Tensor) -> None:
+    """Refuse a copy to nowhere: a target of -1 whose source is a slot.
+
+    Raises:
+        ValueError: naming the copy
+    """
+    if looks_at_values(targets):
+        _refuse("targets", targets, (targets < 0) & (sources >= 0), "must be a slot, since its source is one")
+
+
 def check_entries(entries: Tensor, block_tables: Tensor, row_request: Tensor, page_entries: int) -> None:
     """Refuse entries behind the last block of the table, requests that are not in it, and pages that it has not.
 

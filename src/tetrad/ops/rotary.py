@@ -18,12 +18,14 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) 
     angle per row and pair. Computed in fp32, returned in the dtype of ``x``.
 
     Raises:
-        ValueError: for a wrong shape
+        ValueError: for a wrong shape or device
         TypeError: for a wrong type or dtype
     """
     check_is_tensor("x", x)
-    check_tensor("cos", cos, torch.float32, (x.shape[0] if x.dim() > 1 else None, None), "rows, pairs", strided=True)
-    check_tensor("sin", sin, torch.float32, tuple(cos.shape), "rows, pairs", strided=True)
+    check_tensor(
+        "cos", cos, torch.float32, (x.shape[0] if x.dim() > 1 else None, None), "rows, pairs", x.device, strided=True
+    )
+    check_tensor("sin", sin, torch.float32, tuple(cos.shape), "rows, pairs", x.device, strided=True)
     check_switch("inverse", inverse)
     if not x.is_floating_point() or x.dim() < 2 or x.shape[-1] < 2 * cos.shape[1]:
         raise ValueError(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tetrad.errors import check_whole
 from tetrad.ops.arguments import check_switch, check_tensor
+from tetrad.ops.checked import check_slots
 from tetrad.ops.compress import reference
 from tetrad.torch_settings import without_autocast
 
@@ -23,7 +24,9 @@ def compress(
     ``overlap`` it pools twice as many, and a token has two halves of channels: the older ``ratio`` tokens give their
     first half, the newer ones their second. Tokens before position 0 have weight zero. A token at ``first`` or later is
     taken from the rows of this step, an earlier one from the request's ring. Runs before ``update_state`` of the same
-    step. Source: the token-level compressor of DeepSeek-V4 (overlapping at ratio 4).
+    step. It waits for the device, to learn which rows complete an entry, so it cannot be captured into a CUDA graph.
+
+    Source: the token-level compressor of DeepSeek-V4 (overlapping at ratio 4).
 
     Args:
         step: fp32 [R, 2, c * e], u and g of the rows of this step (g with the position bias added)
@@ -65,6 +68,8 @@ def update_state(
 ) -> None:
     """Remember the tokens that a later entry needs: state slot ``slots[r]`` becomes row r; -1 is not remembered.
 
+    It waits for the device, to learn which slots are negative, so it cannot be captured into a CUDA graph.
+
     Args:
         step: fp32 [R, 2, width]
         state: fp32 [requests, ring, 2, width], changed in place; slot s is place ``s % ring`` of request ``s // ring``
@@ -75,14 +80,17 @@ def update_state(
     Raises:
         ValueError: for a wrong shape, or one of ``checkpoints`` and ``checkpoint_slots`` without the other
         TypeError: for a wrong type or dtype
+        IndexError: for a slot behind the last ring, on a CPU; :func:`tetrad.ops.checked` looks everywhere
     """
     _check_rows(step, state)
     check_tensor("slots", slots, torch.int64, (step.shape[0],), "rows", step.device)
+    check_slots("slots", slots, state.shape[0] * state.shape[1], distinct=True)
     if (checkpoints is None) != (checkpoint_slots is None):
         raise ValueError("checkpoints and checkpoint_slots go together; give both or neither")
     if checkpoints is not None and checkpoint_slots is not None:
         _check_rows(step, checkpoints, "checkpoints")
         check_tensor("checkpoint_slots", checkpoint_slots, torch.int64, (step.shape[0],), "rows", step.device)
+        check_slots("checkpoint_slots", checkpoint_slots, checkpoints.shape[0] * checkpoints.shape[1], distinct=True)
         reference.update_state(step, checkpoints, checkpoint_slots)
     reference.update_state(step, state, slots)
 

@@ -1,6 +1,6 @@
 """The indexer's scores in Triton, for every GPU. The arguments are checked by :mod:`tetrad.ops.indexer_logits`.
 
-One program has one work unit: some blocks of one row, or of some adjacent rows of one request. It holds the query of
+One program has one work item: some blocks of one row, or of some adjacent rows of one request. It holds the query of
 each row ready for the tensor cores and walks over the pages: a tile of keys, one product with all heads of all its
 rows, relu, weighted sum over the heads (:mod:`tetrad.ops.indexer_logits.triton_rows`).
 

@@ -23,7 +23,7 @@ def indexer_logits_fp32_kernel(
     TILE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
 ):
-    """One work unit. q fp32, cache bytes, plan int32 [slots, 4], out fp32 [R, width].
+    """One work item. q fp32, cache bytes, plan int32 [slots, 4], out fp32 [R, width].
 
     Strides in elements, those of the cache in bytes. Channels are summed up 16 at a time.
     """

@@ -1,4 +1,4 @@
-"""The portable scorer's kernel: one work unit, of one row or of several rows of one request."""
+"""The portable scorer's kernel: one work item, of one row or of several rows of one request."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def indexer_logits_kernel(
     WIDEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One work unit. q and cache are bytes, but elements of a bf16 query; out fp32 [R, width].
+    """One work item. q and cache are bytes, but elements of a bf16 query; out fp32 [R, width].
 
     ``units`` int32 [slots, 4]: the plan's buffer for ROWS = 1, else its schedule. Strides in elements, those of the
     cache in bytes. A group that is down to one row is scored as a row.

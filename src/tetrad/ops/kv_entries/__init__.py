@@ -2,6 +2,9 @@
 
 In FP8 the rope-free channels are E4M3 with one e8m0 scale per 64, the rotated ones stay in ``layout.rope_dtype``. bf16
 and fp32 entries are stored as they are. What attention sees is always the entry as stored.
+
+The back end ``reference`` reads on the host which slots are negative, so writing and copying wait for the device and
+cannot be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from torch import Tensor
 from tetrad.geometry import PagedKV, check_paged
 from tetrad.ops.arguments import check_compute_dtype, check_pages, check_real, check_tensor
 from tetrad.ops.backends import Problem, backend_module
-from tetrad.ops.checked import check_slots
+from tetrad.ops.checked import check_copies, check_slots
 from tetrad.torch_settings import without_autocast
 
 __all__ = ["copy_kv_entries", "read_kv_entries", "write_kv_entries", "write_pooled_kv_entries"]
@@ -77,6 +80,11 @@ def write_pooled_kv_entries(
     check_tensor("norm_weight", norm_weight, torch.float32, (pooled.shape[1],), "channels", pooled.device)
     for name, angle in (("cos", cos), ("sin", sin)):
         check_tensor(name, angle, torch.float32, (pooled.shape[0], None), "entries, rope / 2", pooled.device)
+    if sin.shape != cos.shape or 2 * cos.shape[1] > pooled.shape[1]:
+        raise ValueError(
+            f"cos and sin must have one shape, with at most an angle for every two of {pooled.shape[1]} channels; got "
+            f"{list(cos.shape)} and {list(sin.shape)}"
+        )
     check_real("eps", eps)
     check_compute_dtype(dtype)
     backend = _backend(cache, slots, pooled, distinct=True)
@@ -95,12 +103,14 @@ def copy_kv_entries(cache: PagedKV, sources: Tensor, targets: Tensor) -> None:
     Raises:
         ValueError: for a wrong shape or device
         TypeError: for a wrong dtype
+        IndexError: if a slot lies behind the last page
     """
     check_paged(cache)
     check_tensor("sources", sources, torch.int64, (None,), "entries", cache.pages.device)
     check_tensor("targets", targets, torch.int64, (sources.shape[0],), "entries", cache.pages.device)
     check_slots("sources", sources, cache.slots)
     check_slots("targets", targets, cache.slots, distinct=True)
+    check_copies(sources, targets)
     _backend(cache, sources, targets).copy_kv_entries(cache.pages, sources, targets, cache.layout)
 
 

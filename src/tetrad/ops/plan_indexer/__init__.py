@@ -1,4 +1,4 @@
-"""The schedule of the indexer's scorer: rows of very different lengths, cut into work units of nearly equal size."""
+"""The schedule of the indexer's scorer: rows of very different lengths, cut into work items of nearly equal size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["BLOCK", "LEAST_SLOTS", "IndexerPlan", "plan_indexer"]
 def plan_indexer(
     row_request: Tensor, visible_end: Tensor, *, width: int, out: IndexerPlan | Tensor | None = None
 ) -> IndexerPlan:
-    """Cut every row's visible entries into work units, as few blocks to a unit as fit into the plan's slots.
+    """Cut every row's visible entries into work items, as few blocks to a unit as fit into the plan's slots.
 
         blocks[r] = ceil(visible_end[r] / 256)      s = the least s in 1.. with SUM_r ceil(blocks[r] / s) <= slots
 

@@ -20,9 +20,9 @@ LEAST_SLOTS = 512
 
 @dataclass(frozen=True, slots=True)
 class IndexerPlan:
-    """Which part of which row each work unit scores.
+    """Which part of which row each work item scores.
 
-    ``buffer`` is int32 [slots, 4], one work unit a slot: (row, first block, blocks, visible end), counted in blocks of
+    ``buffer`` is int32 [slots, 4], one work item a slot: (row, first block, blocks, visible end), counted in blocks of
     ``block`` entries. An unused slot is (-1, 0, 0, 0). It keeps its address when the plan is made anew into it. A plan
     serves exactly ``rows`` rows of scores that are ``width`` wide.
 
@@ -50,7 +50,7 @@ class IndexerPlan:
 
     @property
     def slots(self) -> int:
-        """Work units that the plan has room for, used or not: a kernel's grid."""
+        """Work items that the plan has room for, used or not: a kernel's grid."""
         return self.buffer.shape[0]
 
     def schedule_for(self, backend: str) -> Tensor | None:

@@ -19,7 +19,7 @@ def plan_indexer(row_request: Tensor, visible_end: Tensor, buffer: Tensor, *, wi
     ends = visible_end.long().masked_fill(row_request < 0, 0)
     blocks = (ends + (BLOCK - 1)) // BLOCK
 
-    # the fewest blocks per work unit with which all rows fit. One unit a row always fits, so the upper bound is
+    # the fewest blocks per work item with which all rows fit. One unit a row always fits, so the upper bound is
     # feasible
     low = blocks.new_ones(())
     high = low * max(1, ceil_div(width, BLOCK))

@@ -1,6 +1,6 @@
 """Both schedules of the indexer in one launch, for Hopper.
 
-Beside the plan's buffer of work units, which is the reference's to the last integer, it makes the schedule of the
+Beside the plan's buffer of work items, which is the reference's to the last integer, it makes the schedule of the
 Hopper scorer: a persistent grid in which every thread block gets an equal share of the work, whatever the lengths.
 
 int32 ``schedule``, in pieces of 16 bytes; shares = multiprocessors of the device:

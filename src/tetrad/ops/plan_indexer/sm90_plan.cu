@@ -1,4 +1,4 @@
-// The indexer's schedules in one launch: block 0 cuts rows into work units (the plan's buffer, as the reference makes
+// The indexer's schedules in one launch: block 0 cuts rows into work items (the plan's buffer, as the reference makes
 // it), block 1 cuts groups of rows into equal shares for a persistent grid (the plan's schedule). sm90.py says what they
 // hold. Any number of rows: thread t has the rows t * per_thread and up. Macros: THREADS (a power of two from 64 to
 // 1024), BLOCK, PAGE, GROUP_ROWS, TILE_COST, ROW_COST.

@@ -11,7 +11,7 @@ from tetrad.ops.plan_indexer.plan import IndexerPlan
 
 
 def check_plan(plan: IndexerPlan, row_request: Tensor, visible_end: Tensor) -> None:
-    """Refuse a plan whose work units are not those of these rows; only inside of :func:`tetrad.ops.checked`.
+    """Refuse a plan whose work items are not those of these rows; only inside of :func:`tetrad.ops.checked`.
 
     Raises:
         ValueError: with the first slot that differs

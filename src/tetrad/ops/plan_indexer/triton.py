@@ -1,9 +1,9 @@
 """Both schedules of the indexer in one launch, for every GPU that Triton compiles for.
 
-Beside the plan's buffer of work units, which is the reference's to the last integer, it makes a schedule of groups: up
+Beside the plan's buffer of work items, which is the reference's to the last integer, it makes a schedule of groups: up
 to :data:`GROUP_ROWS` adjacent rows of one request, whose keys are read and converted once for all of them.
 
-int32 ``schedule`` [slots, 4], one work unit of a group a slot: (first row, rows, first block, blocks), in blocks of 256
+int32 ``schedule`` [slots, 4], one work item of a group a slot: (first row, rows, first block, blocks), in blocks of 256
 entries up to what the furthest row sees; (-1, 0, 0, 0) is unused. A run of rows of one request is cut into groups from
 its first row on. A block of a group costs 1 + rows, the keys and the product with each row, and a unit costs about s:
 
@@ -12,7 +12,7 @@ its first row on. A block of a group costs 1 + rows, the keys and the product wi
 There are always slots enough, because SUM_g ceil(cost_g / s) is at most SUM_g cost_g / s + groups.
 
 Two programs work side by side, one for the buffer and one for the schedule. Each lists its rows or groups where their
-first work unit goes, and then fills in the units of every slot: the last one listed up to a slot is the one it belongs
+first work item goes, and then fills in the units of every slot: the last one listed up to a slot is the one it belongs
 to. Only the search for the buffer's blocks to a unit looks at all rows more than twice.
 """
 
@@ -125,7 +125,7 @@ def _leads(row_request, row, rows, run, GROUP: tl.constexpr):
 
 @triton.jit
 def _sum_of_units(kept, row_request, visible_end, rows, per_unit, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Work units of all rows with ``per_unit`` blocks each. ``kept``: the blocks of all rows, or None."""
+    """Work items of all rows with ``per_unit`` blocks each. ``kept``: the blocks of all rows, or None."""
     if kept is None:
         units = tl.zeros((STEP,), tl.int32)
         for start in range(0, rows, STEP):
@@ -186,7 +186,7 @@ def _cut(
     STEP: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """Fill ``out`` int32 [slots, 4] with the work units of all groups of GROUP rows, or of all rows if that is 1."""
+    """Fill ``out`` int32 [slots, 4] with the work items of all groups of GROUP rows, or of all rows if that is 1."""
     lane = tl.arange(0, STEP)
     for start in range(0, slots, STEP):
         slot = (start + lane).to(tl.int64)
