@@ -131,6 +131,7 @@ WRONG = [
     (("generate", "m", "--max-num-seqs", "many"), "argument --max-num-seqs: invalid int value: 'many'"),
     (("generate", "m", "--max-num-seqs"), "argument --max-num-seqs: expected one argument"),
     (("generate", "m", "--hf-overrides", "{"), "argument --hf-overrides: not JSON"),
+    (("generate", "m", "--hf-overrides", "[" * 100_000), "argument --hf-overrides: not JSON"),
     (("generate", "m", "--hf-overrides", "3"), "argument --hf-overrides: not a JSON object: 3"),
 ]
 

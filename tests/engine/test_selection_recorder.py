@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.engine.small import greedy, random_ids, small_engine
@@ -44,3 +45,10 @@ def test_a_closed_recorder_records_no_more(folder):
     engine.add_request(random_ids(20, 1), greedy(max_tokens=1))
     engine.step()
     assert recorder.chosen == {}
+
+
+@pytest.mark.parametrize("engine", [5, None, "bundled"])
+def test_what_is_no_engine_is_refused_at_once(engine):
+    """An ``LLM`` in its place once failed when the recorder was opened, with a missing attribute ``config``."""
+    with pytest.raises(TypeError, match=r"takes an LLMEngine, not .*llm\.engine"):
+        SelectionRecorder(engine)

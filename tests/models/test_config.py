@@ -338,6 +338,12 @@ def break_binary(folder: Path) -> Path:
     return folder
 
 
+def break_depth(folder: Path) -> Path:
+    """Python's reader ends such a file in a RecursionError, which is no ValueError."""
+    (folder / "config.json").write_text("[" * 100_000)
+    return folder
+
+
 def break_object(folder: Path) -> Path:
     (folder / "config.json").write_text("[1, 2]")
     return folder
@@ -350,6 +356,7 @@ def break_object(folder: Path) -> Path:
         (break_missing_file, "the folder has no config.json"),
         (break_json, "it is not valid JSON"),
         (break_binary, "it is not valid JSON"),
+        (break_depth, "it is not valid JSON"),
         (break_twice, "the name 'index_topk' stands twice, with 8 and 512"),
         (break_object, "it must hold one JSON object"),
     ],

@@ -22,7 +22,7 @@ def json_object(text: str) -> dict[str, Any]:
     """A flag's value that must be one JSON object."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"not a JSON object: {text}")

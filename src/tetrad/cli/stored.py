@@ -30,5 +30,5 @@ def read_json(parser: argparse.ArgumentParser, parsed: argparse.Namespace, besid
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--from-json {path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # neither UTF-8 nor JSON
+    except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON, or nested too deep
         raise ConfigError(f"--from-json {path} is no JSON: {error}") from error

@@ -36,9 +36,15 @@ class SelectionRecorder:
     that drew one. It is empty before the first step, and its tensors have no rows after a step that drew nothing.
 
     Recording copies the choices to the CPU in every step and changes nothing that is computed.
+
+    Raises:
+        TypeError: the engine is no ``LLMEngine``. That of an ``LLM`` is ``llm.engine``.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
+        if not isinstance(engine, LLMEngine):
+            name = type(engine).__name__
+            raise TypeError(f"SelectionRecorder takes an LLMEngine, not {name}; of an LLM, give its engine: llm.engine")
         self.chosen: dict[int, Tensor] = {}
         self._engine = engine
         self._handles: list[RemovableHandle] = []

@@ -154,7 +154,7 @@ def _eos_token_ids(path: Path, tokenizer: tokenizers.Tokenizer) -> tuple[int, ..
         return ()
     try:
         settings: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable JSON ({error}); copy the file again") from error
     eos = settings.get("eos_token") if isinstance(settings, dict) else None
     content = eos.get("content") if isinstance(eos, dict) else eos

@@ -172,7 +172,7 @@ class ModelConfig:
         try:
             # editors on Windows begin a file with a byte-order mark
             document = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"cannot read the model configuration {path}: it is not valid JSON ({error}).") from error
         if not isinstance(document, dict):
             raise ConfigError(f"cannot read the model configuration {path}: it must hold one JSON object.")

@@ -238,6 +238,12 @@ def index_text(folder: Path) -> str:
     return r"1 file cannot be read: model.safetensors.index.json \(must be JSON with a weight_map"
 
 
+def index_depth(folder: Path) -> str:
+    """Python's reader ends such a file in a RecursionError, which is no ValueError."""
+    (folder / "model.safetensors.index.json").write_text("[" * 100_000)
+    return r"1 file cannot be read: model.safetensors.index.json \(must be JSON with a weight_map"
+
+
 def no_index(folder: Path) -> str:
     (folder / "model.safetensors.index.json").unlink()
     return (
@@ -249,6 +255,19 @@ def nothing(folder: Path) -> str:
     shutil.rmtree(folder)
     folder.mkdir()
     return "the folder has neither model.safetensors nor .*; random weights need --load-format dummy"
+
+
+def folder_as_file(folder: Path) -> str:
+    """The error once said that there is a model.safetensors "but neither model.safetensors nor" the index."""
+    nothing(folder)
+    (folder / "model.safetensors").mkdir()
+    return "model.safetensors is no file: it is a folder, or a link to a file that is missing"
+
+
+def link_to_nothing(folder: Path) -> str:
+    nothing(folder)
+    (folder / "model.safetensors").symlink_to(folder / "absent")
+    return "model.safetensors is no file: it is a folder, or a link to a file that is missing"
 
 
 def no_folder(folder: Path) -> str:
@@ -278,8 +297,11 @@ def edit_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         no_weight_map,
         index_list,
         index_text,
+        index_depth,
         no_index,
         nothing,
+        folder_as_file,
+        link_to_nothing,
         no_folder,
     ],
 )

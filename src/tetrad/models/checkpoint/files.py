@@ -105,7 +105,7 @@ def _read_index(folder: Path, report: Report) -> dict[str, str] | None:
         weight_map = json.loads(path.read_text(encoding="utf-8-sig"))["weight_map"]
         if not all(isinstance(file, str) and Path(file).name == file for file in weight_map.values()):
             raise ValueError("a shard is not a file name of this folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         text = f"{INDEX_FILE} (must be JSON with a weight_map of tensor name to file: {error!r})"
         if single.is_file():
             report.note(f"{SINGLE_FILE} was read, as the index beside it cannot be: {text}")
@@ -129,6 +129,8 @@ def _read_index(folder: Path, report: Report) -> dict[str, str] | None:
 def _nothing_to_read(folder: Path) -> str:
     there = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3]) if folder.is_dir() else ""
     what = f"the folder has {there} but neither" if there else "the folder has neither"
+    if SINGLE_FILE in there.split(", "):
+        return f"{SINGLE_FILE} is no file: it is a folder, or a link to a file that is missing"
     if not folder.is_dir():
         what = "there is no such folder, hence neither"
     return f"{what} {SINGLE_FILE} nor {INDEX_FILE}; random weights need --load-format dummy"
