@@ -177,6 +177,12 @@ def test_use_tqdm_is_the_third_argument(llm, capfd):
     assert made == [2]
 
 
+def test_use_tqdm_without_standard_error(llm, monkeypatch):
+    """Where standard error is closed, the bar was an AttributeError and the outputs were lost."""
+    monkeypatch.setattr("sys.stderr", None)
+    assert len(llm.generate([[5], [6]], GREEDY, use_tqdm=True)) == 2
+
+
 def test_the_tokenizer_of_the_model(llm, folder):
     assert llm.get_tokenizer() is llm.engine.get_tokenizer()
     assert llm.get_tokenizer().encode("wor") == IDS

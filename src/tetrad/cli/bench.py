@@ -14,12 +14,12 @@ from tetrad.bench.cases import BenchSettings, Kind, Op, Shape, default_shapes, p
 from tetrad.bench.device import resolve_device
 from tetrad.bench.measurement import BenchResult, run_bench
 from tetrad.bench.peers import contenders
-from tetrad.bench.staging import run_staging
+from tetrad.cli import staging
 from tetrad.cli.progress import Progress
 from tetrad.cli.signals import INTERRUPTED
 from tetrad.cli.stored import read_json
 from tetrad.cli.streams import is_terminal, say
-from tetrad.errors import ConfigError, check_whole
+from tetrad.errors import ConfigError
 from tetrad.geometry import IndexDtype
 
 T = TypeVar("T")
@@ -27,11 +27,6 @@ _EXAMPLES = (
     "tetrad bench indexer",
     "tetrad bench indexer --decode 64x32768,8x32768x4 --dtypes fp4,fp8 --only score",
     "tetrad bench indexer --prefill 4096x16384 --peer deep_gemm --json",
-)
-_STAGING_EXAMPLES = (
-    "tetrad bench staging",
-    "tetrad bench staging --device cpu --sequences 64 --context 8192",
-    "tetrad bench staging --json",
 )
 
 
@@ -98,29 +93,7 @@ def add_command(commands: Any) -> None:
         help="measure nothing: print or draw what --json wrote into this file (default: measure)",
     )
     indexer.set_defaults(run=run_indexer_command, parser=indexer)
-    _add_staging(kinds)
-
-
-def _add_staging(kinds: Any) -> None:
-    text = "the host's part of a decode step: scheduling, block tables, tokens; no model"
-    staging = kinds.add_parser("staging", help=text, description=text, examples=_STAGING_EXAMPLES)
-    staging.add_argument("--device", metavar="NAME", help="cuda, cuda:1 or cpu (default: a GPU where there is one)")
-    staging.add_argument("--sequences", type=int, default=256, metavar="N", help="sequences that decode together")
-    staging.add_argument("--context", type=int, default=1_000_000, metavar="N", help="tokens that each of them has")
-    staging.add_argument("--steps", type=int, default=101, metavar="N", help="steps to measure; their median counts")
-    staging.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    staging.set_defaults(run=run_staging_command, parser=staging)
-
-
-def run_staging_command(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
-    """Measure and print."""
-    for name in ("sequences", "context", "steps"):
-        check_whole(f"--{name}", getattr(parsed, name), 1, error=ConfigError)
-    result = run_staging(
-        resolve_device(parsed.device), sequences=parsed.sequences, context=parsed.context, steps=parsed.steps
-    )
-    print(json.dumps(result.to_dict(), indent=2) if parsed.json else result.text())
-    return 0
+    staging.add_kind(kinds)
 
 
 def run_indexer_command(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
