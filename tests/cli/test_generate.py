@@ -181,7 +181,7 @@ BAD_LINES = [
     ('{"prompt": "x", "temperature": 9}', "line 2: temperature=9 is not allowed"),
     ('{"prompt": "x", "n": 2}', "line 2: n=2 is not allowed: with temperature 0"),
     ('{"prompt": ""}', "the prompt is empty"),
-    ('{"prompt": null}', "a prompt is text or a list of token ids, not NoneType"),
+    ('{"prompt": null}', "a prompt is text or a list of token ids, not null"),
     ('{"prompt": [999]}', "token id 999 is out of range"),
     ('{"prompt": "' + "x" * 200 + '"}', "maximum context length is 128 tokens"),
     ('{"prompt": "\\ud800"}', "lone surrogate"),
@@ -324,8 +324,8 @@ def test_a_terminal_that_lacks_the_characters(model, monkeypatch, encoding):
     [
         (("--prompt", "a", "--prompt-token-ids", "5"), 2, "give only one of --prompt, --prompt-file"),
         (("--prompt-file", "a", "--input-jsonl", "b"), 2, "give only one of"),
-        (("--prompt-file", "/nowhere"), 2, "cannot read /nowhere: [Errno 2]"),
-        (("--input-jsonl", "/"), 2, "cannot read /: [Errno 21]"),
+        (("--prompt-file", "/nowhere"), 2, "cannot read /nowhere: No such file or directory\n"),
+        (("--input-jsonl", "/"), 2, "cannot read /: Is a directory\n"),
         (("--prompt-token-ids", "5,x"), 2, "argument --prompt-token-ids: not token ids, as in 5,17,3: '5,x'"),
         (("--prompt-token-ids", ""), 1, "the prompt is empty"),
         (
@@ -337,6 +337,8 @@ def test_a_terminal_that_lacks_the_characters(model, monkeypatch, encoding):
         (("--temperature", "hot", "--prompt", "a"), 2, "argument --temperature: invalid float value: 'hot'"),
         (("--logit-bias", "[]", "--prompt", "a"), 2, "argument --logit-bias: not a JSON object: []"),
         (("--max-model-len", "9k", "--prompt", "a"), 2, "max_model_len 9000 is above the model's"),
+        (("--prompt-file", os.devnull), 2, f"there is no prompt in {os.devnull}; give --prompt"),
+        (("--input-jsonl", os.devnull), 2, f"there is no prompt in {os.devnull}; give --prompt"),
         ((), 2, "there is no prompt; give --prompt, --prompt-file, --input-jsonl, or text on standard input"),
     ],
     ids=str,

@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tetrad.cli.parser import Parser, described
@@ -19,6 +20,7 @@ __all__ = [
     "Parser",
     "add_engine_flags",
     "engine_args",
+    "file_name",
     "flag_values",
     "json_object",
     "refuse_engine_flags",
@@ -35,6 +37,13 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
     return value
+
+
+def file_name(text: str) -> Path:
+    """A flag's value that must name a file; ``Path`` would make the current folder of nothing."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a file is missing")
+    return Path(text)
 
 
 def token_ids(text: str) -> list[int]:

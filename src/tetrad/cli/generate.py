@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tetrad import __version__
+from tetrad import __version__, bundled
 from tetrad.cli.batch import Work, serve, stream
-from tetrad.cli.flags import add_engine_flags, engine_args, flag_values, token_ids
+from tetrad.cli.flags import add_engine_flags, engine_args, file_name, flag_values, token_ids
 from tetrad.cli.progress import Progress
 from tetrad.cli.prompts import Item, items_of_lines, text_of
 from tetrad.cli.results import Text, opened, write_json
@@ -63,12 +63,12 @@ def add_command(commands: Any) -> None:
         help="a prompt; may be repeated (default: standard input)",
     )
     source.add_argument(
-        "--prompt-file", type=Path, metavar="FILE", help="a file that holds one prompt; - is standard input"
+        "--prompt-file", type=file_name, metavar="FILE", help="a file that holds one prompt; - is standard input"
     )
     source.add_argument("--prompt-token-ids", type=token_ids, metavar="IDS", help="a prompt as token ids: 5,17,3")
     source.add_argument(
         "--input-jsonl",
-        type=Path,
+        type=file_name,
         metavar="FILE",
         help='a prompt per line: {"prompt": TEXT or [IDS]} or {"prompt_token_ids": [IDS]}, with a request_id and '
         "sampling parameters of its own beside it; or a line of an OpenAI batch for /v1/completions, whose model is "
@@ -77,7 +77,7 @@ def add_command(commands: Any) -> None:
     results = parser.add_argument_group("results")
     results.add_argument(
         "--output",
-        type=Path,
+        type=file_name,
         metavar="FILE",
         help="write the results here instead of to stdout, in the order of the prompts. Each is in FILE.partial as "
         "soon as it is done; FILE appears at the end. The same command again does what is missing in FILE.partial",
@@ -107,7 +107,11 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     args = engine_args(parser, parsed)
     items = list(_items(parser, parsed, _sampling(parsed), args.seed))
     if not items:
-        parser.error("there is no prompt; give --prompt, --prompt-file, --input-jsonl, or text on standard input")
+        file = parsed.input_jsonl or parsed.prompt_file or Path("-")
+        where = "" if str(file) == "-" else f" in {file}"
+        parser.error(
+            f"there is no prompt{where}; give --prompt, --prompt-file, --input-jsonl, or text on standard input"
+        )
     as_json = parsed.json or parsed.input_jsonl is not None
     if _may_stream(parser, parsed, items, as_json=as_json):
         work = Work(_build(args), 1)
@@ -131,9 +135,10 @@ def _build(args: EngineArgs) -> LLMEngine:
     with Progress(lambda: f"loading {args.model}", rewrite=False):
         engine = LLMEngine(args, progress=is_terminal(sys.stderr))
     config = engine.config
+    index = config.index_cache_dtype
     say(
-        f"{config.model_path}: {config.dtype} on {config.device}, KV cache {config.kv_cache_dtype}, index cache "
-        f"{config.index_cache_dtype.dtype} ({config.index_cache_dtype.reason}), up to {config.max_model_len} tokens, "
+        f"{bundled.name_of(config.model_path)}: {config.dtype} on {config.device}, KV cache {config.kv_cache_dtype}, "
+        f"index cache {index.dtype} ({index.reason}), up to {config.max_model_len} tokens, "
         f"{engine.runner.sizes.blocks} blocks"
     )
     return engine

@@ -16,7 +16,7 @@ from tetrad.cli.flags import add_engine_flags, engine_args, token_ids
 from tetrad.cli.streams import is_terminal
 from tetrad.config import memory
 from tetrad.config.engine_config import EngineConfig
-from tetrad.errors import ConfigError
+from tetrad.errors import ConfigError, check_whole
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.selection_recorder import describe_selection
 from tetrad.geometry import BLOCK_SIZE, IndexDtype, IndexLayout
@@ -73,8 +73,9 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     args = engine_args(parser, parsed)
     prompt = parsed.selection if parsed.selection is not None else parsed.selection_token_ids
     if prompt is not None:
-        engine = LLMEngine(args, progress=is_terminal(sys.stderr))
         count = 1 if parsed.selection_tokens is None else parsed.selection_tokens
+        check_whole("--selection-tokens", count, 1, error=ConfigError)
+        engine = LLMEngine(args, progress=is_terminal(sys.stderr))
         chosen = describe_selection(engine, prompt, count)
         print(json.dumps({"model": bundled.name_of(engine.config.model_path)} | chosen, indent=2))
         return 0

@@ -112,6 +112,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line on what is wrong, one on where help is; exit code 2."""
+        if missing := re.fullmatch(r"argument (.*/)?(--[\w-]+): expected one argument", message):
+            message += f"; a value that begins with a dash is written as {missing[2]}=VALUE"
         message = re.sub(r"^argument (-[\w-]+)(/-[\w-]+)+", r"argument \1", message)  # without the aliases
         self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
 
