@@ -78,7 +78,7 @@ def command_line(ids_model) -> dict[str, tuple[str, ...]]:
         "tetrad inspect": ("inspect", str(ids_model)),
         "tetrad eval recall": ("eval", "recall", "--lengths=1K", "--depths=0.5"),
         "tetrad bench indexer": ("bench", "indexer", *BENCH),
-        "tetrad bench staging": ("bench", "staging", "--device=cpu", "--sequences=2", "--context=9"),
+        "tetrad bench staging": ("bench", "staging", "--device=cpu", "--sequences=1", "--context=1", "--steps=1"),
         "tetrad demo": ("demo", "--tokens=1K"),
     }
 
@@ -191,7 +191,7 @@ OWN_SOURCES = {
     "tetrad inspect": ("cli/inspect.py",),
     "tetrad eval recall": ("cli/evaluate.py", "eval"),
     "tetrad bench indexer": ("cli/bench.py", "bench"),
-    "tetrad bench staging": ("cli/staging.py", "bench/staging.py"),
+    "tetrad bench staging": ("cli/bench_staging.py", "bench/staging.py"),
     "tetrad demo": ("cli/demo.py",),
 }
 SHARED_SOURCES = ("config", "frontend", "core", "runner", "models", "cache", "geometry", "platforms.py", "cli/flags.py")
@@ -223,7 +223,7 @@ def test_texts_name_only_flags_that_there_are(name):
     parser = leaf_parsers()[name]
     for flag, file in _named(*OWN_SOURCES[name]).items():
         assert flag in parser.flags, f"{file} names {flag}, which {name} does not have"
-    if not name.startswith("tetrad bench"):  # they build no engine
+    if not name.startswith("tetrad bench"):  # it builds no engine of a user's
         for flag, file in _named(*SHARED_SOURCES).items():
             assert flag in (*parser.flags, *parser.refused), f"{file} names {flag}, which {name} knows nothing of"
     for reason in set(parser.refused.values()):

@@ -13,7 +13,7 @@ from tetrad.bench.cases import BenchSettings, Kind, Op, Shape, default_shapes, p
 from tetrad.bench.device import resolve_device
 from tetrad.bench.measurement import BenchResult, run_bench
 from tetrad.bench.peers import contenders
-from tetrad.cli import staging
+from tetrad.cli import bench_staging
 from tetrad.cli.flags import file_name
 from tetrad.cli.progress import Progress
 from tetrad.cli.signals import INTERRUPTED
@@ -93,7 +93,7 @@ def add_command(commands: Any) -> None:
         help="measure nothing: print or draw what --json wrote into this file (default: measure)",
     )
     indexer.set_defaults(run=run_indexer_command, parser=indexer)
-    staging.add_kind(kinds)
+    bench_staging.add_command(kinds)
 
 
 def run_indexer_command(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:

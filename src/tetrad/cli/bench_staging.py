@@ -1,4 +1,4 @@
-"""``tetrad bench staging``: the host's part of a decode step, without a model."""
+"""``tetrad bench staging``: what the host does for a decode step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _EXAMPLES = (
 )
 
 
-def add_kind(kinds: Any) -> None:
-    """Add the kind of ``tetrad bench``."""
+def add_command(kinds: Any) -> None:
+    """Add it to the kinds of measurement."""
     text = "the host's part of a decode step: scheduling, block tables, tokens; no model"
     staging = kinds.add_parser("staging", help=text, description=text, examples=_EXAMPLES)
     staging.add_argument("--device", metavar="NAME", help="cuda, cuda:1 or cpu (default: a GPU where there is one)")
@@ -26,10 +26,10 @@ def add_kind(kinds: Any) -> None:
     staging.add_argument("--context", type=int, default=1_000_000, metavar="N", help="tokens that each of them has")
     staging.add_argument("--steps", type=int, default=101, metavar="N", help="steps to measure; their median counts")
     staging.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    staging.set_defaults(run=run, parser=staging)
+    staging.set_defaults(run=run_staging_command, parser=staging)
 
 
-def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+def run_staging_command(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     """Measure and print."""
     for name in ("sequences", "context", "steps"):
         check_whole(f"--{name}", getattr(parsed, name), 1, error=ConfigError)
