@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tetrad.bench.staging import run_staging
+from tetrad.errors import ConfigError
 
 
 def test_it_runs_over_a_boundary_of_a_block():
@@ -19,6 +20,15 @@ def test_it_runs_over_a_boundary_of_a_block():
     document = json.loads(json.dumps(result.to_dict()))
     assert document["before_the_model"] == pytest.approx(document["schedule"] + document["apply"])
     assert document["versions"]["torch"]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"context": 10**13}, {"sequences": 10**8}, {"steps": 10**9}, {"sequences": 2**23, "context": 1}], ids=str
+)
+def test_sizes_that_do_not_fit(sizes):
+    """They ended in a traceback of torch's allocator."""
+    with pytest.raises(ConfigError, match="context"):
+        run_staging(torch.device("cpu"), **sizes)
 
 
 @pytest.mark.parametrize("name", ["sequences", "context", "steps"])

@@ -166,6 +166,7 @@ def test_every_option_of_the_engine_is_read(name, command_line, tetrad, monkeypa
         (("eval", "recall", "--lengths=10M"), "does not take --max-model-len: it follows from --lengths"),
         (("demo", "--hf-overrides", "{}"), "tetrad generate bundled takes it"),
         (("demo", "--tokens", "10M"), "--tokens 10M is not possible; give at least 1K and at most"),
+        (("demo", "--tokens=1K", "--question= "), "--question has no text; leave it out"),
         (("demo", "--tokens", "100"), "--tokens 100 is not possible; give at least 1K and at most"),
     ],
     ids=" ".join,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import pytest
 from tests.cli.commands import all_parsers, flags_of, leaf_parsers
 from tests.released import flash_document
 from tetrad import __version__
+from tetrad.__main__ import run as run_command
 from tetrad.cli.main import build_parser
 from tetrad.cli.parser import HELP_WIDTH
+from tetrad.cli.signals import INTERRUPTED
 from tetrad.eval import report
 from tetrad.eval.recall import Answer, RecallResult, RecallSettings
 
@@ -51,7 +54,7 @@ def test_every_flag_with_a_value_tells_its_default(name):
     without = {"model", "prompt_file", "prompt_token_ids", "input_jsonl", "output"}
     for action in flags_of(parser):
         if action.nargs != 0 and action.dest not in without:
-            assert "default" in formatter._expand_help(action), action.option_strings
+            assert re.search(r"\bdefault\b", formatter._expand_help(action)), action.option_strings
 
 
 @pytest.mark.parametrize("name", all_parsers())
@@ -92,6 +95,25 @@ def test_python_m():
     """``python -m tetrad`` is the command where its script is not on the path; it once could not be executed."""
     run = subprocess.run([sys.executable, "-m", "tetrad", "--version"], capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stdout, run.stderr) == (0, f"tetrad {__version__}\n", "")
+
+
+class _Interrupting:
+    """Ctrl-C while a module is imported."""
+
+    def find_spec(self, name: str, *_arguments: object) -> None:
+        if name == "tetrad.cli.main":
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["", "stderr-closed"])
+def test_interrupted_imports(monkeypatch, capsys, closed):
+    """The imports take seconds; Ctrl-C in them was a traceback of thirty lines."""
+    monkeypatch.delitem(sys.modules, "tetrad.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [_Interrupting(), *sys.meta_path])
+    if closed:
+        monkeypatch.setattr(sys, "stderr", None)
+    assert run_command() == INTERRUPTED
+    assert closed or capsys.readouterr().err == "tetrad: interrupted\n"
 
 
 def _widest(text: str) -> str:

@@ -278,7 +278,11 @@ def test_selection_of_text(tetrad, model):
         (("--selection-token-ids", "1,2", "--selection", "a"), 2, "not allowed with"),
         (("--selection", "a"), 1, "tokenizer"),
         (("--selection", ""), 1, "tokenizer"),
-        (("--selection-token-ids", "1,2", "--selection-tokens", "0"), 1, "max_tokens"),
+        (
+            ("--selection-token-ids", "1,2", "--selection-tokens", "0"),
+            2,
+            "--selection-tokens must be at least 1",
+        ),
         (("--selection-token-ids", "1,2", "--hf-overrides", '{"compress_ratios": [0, 0, 16]}'), 2, "has no CSA layer"),
     ],
 )

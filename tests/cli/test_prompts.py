@@ -58,6 +58,7 @@ def test_forms_of_a_line(line):
         ({"custom_id": "a", "body": [1]}, "body is not a JSON object"),
         ({"text": "x"}, "this one has 'text'"),
         ({}, "this one has no keys"),
+        ({"request_id": "a", "text": "b"}, "this one has 'request_id', 'text'"),
         ({"prompt": "x", "prompt_token_ids": [5]}, "not both"),
         ({"prompt": "x", "top": 1}, "known are prompt, prompt_token_ids, messages, request_id, custom_id, frequency_"),
         ({"prompt_token_ids": "x"}, "prompt_token_ids is a list of token ids, not str"),

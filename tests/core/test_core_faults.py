@@ -103,7 +103,7 @@ def test_a_second_exception_ends_what_was_in_both_steps():
     runner.trouble = trouble
     finish(core, collected)
     assert collected.ends == {0: "error", 1: "error", 2: "length"}
-    assert "2 steps in a row failed" in collected.errors[0]
+    assert "2 of its steps failed" in collected.errors[0]
     assert "ValueError: broken for good" in collected.errors[0]
     assert collected.tokens[2] == expected([6], TOKENS)
     assert_all_free(core)
@@ -202,3 +202,55 @@ def test_an_interrupt_at_any_line(seed):
 def test_attempts_are_what_the_docstring_says():
     """Compute again once."""
     assert engine_core.ATTEMPTS == 2
+
+
+def test_two_failures_of_a_long_prompt_end_nothing():
+    """A prompt in chunks was given up after two passing faults, with good chunks between them."""
+    core, runner = build(blocks=8, requests=1, budget=16)
+    prompt = [*range(100)]
+    add(core, {0: prompt}, TOKENS)
+    collected, step = Collected(), 0
+    while core.has_work:
+        step += 1
+        if step in (3, 7):  # the second chunk behind the place that failed first has gone well by then
+            runner.trouble = raise_once(runner, "segment")
+        collected.take(core.step())
+    assert (collected.ends, collected.errors) == ({0: "length"}, {})
+    assert collected.tokens[0] == expected(prompt, TOKENS)
+
+
+def test_a_chunk_that_always_fails_ends_its_prompt():
+    """The chunks before it go well each time, which must not count as getting further."""
+    core, runner = build(blocks=8, requests=1, budget=16)
+    add(core, {0: [*range(100)]}, TOKENS)
+    collected = Collected()
+
+    def trouble(place: str) -> None:
+        if place == "segment" and runner.length[0] == 32:
+            raise ValueError("broken for good")
+
+    runner.trouble = trouble
+    finish(core, collected)
+    assert collected.ends == {0: "error"}
+    assert_all_free(core)
+
+
+def test_who_only_waited_outlives_a_result_that_cannot_be_used():
+    """A runner's answer of the wrong length ended the requests that waited, and not the one it was for."""
+    core, runner = build(blocks=8, requests=1)
+    add(core, {0: [1, 2]}, TOKENS)
+    add(core, {1: [3]}, TOKENS)
+    execute, calls = runner.execute, 0
+
+    def doubled(plan: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        drawn = execute(plan)
+        return drawn + drawn if calls <= 2 else drawn
+
+    runner.execute = doubled
+    collected = Collected()
+    finish(core, collected)
+    assert collected.ends[1] == "length"
+    assert collected.tokens[1] == expected([3], TOKENS)
+    assert_all_free(core)

@@ -180,7 +180,7 @@ def test_two_failures_in_a_row_end_with_an_error(engine, probe, undisturbed):
     for output in outputs.values():
         assert {one.finish_reason for one in output.outputs} == {"error"}
         assert output.error is not None
-        assert f"{ATTEMPTS} steps in a row failed" in output.error
+        assert f"{ATTEMPTS} of its steps failed" in output.error
         assert "FaultError: at Sampler.sample" in output.error
     engine.runner.pools.poison()
     add_scenario(engine)

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,12 @@ def test_use_tqdm_is_the_third_argument(llm, capfd):
     assert made == [2]
 
 
+def test_use_tqdm_without_standard_error(llm, monkeypatch):
+    """Where standard error is closed, the bar was an AttributeError and the outputs were lost."""
+    monkeypatch.setattr("sys.stderr", None)
+    assert len(llm.generate([[5], [6]], GREEDY, use_tqdm=True)) == 2
+
+
 def test_the_tokenizer_of_the_model(llm, folder):
     assert llm.get_tokenizer() is llm.engine.get_tokenizer()
     assert llm.get_tokenizer().encode("wor") == IDS
@@ -250,6 +257,17 @@ def test_two_callers_of_one_engine_get_their_own_outputs(llm):
     assert {*seen["1"]} == {"1"}
     assert seen["10"] == ["10"]
     assert set(run(llm.engine)) == {*names} - {"1", "10"}
+    assert_idle(llm.engine)
+
+
+def test_several_threads_take_turns(folder):
+    """Calls that overlapped broke one another's steps: every thread got outputs of no tokens, with an error inside."""
+    llm = LLM(**small_options(folder))
+    prompts = [[1 + number, 7, 9] for number in range(6)]
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(max_tokens=9), use_tqdm=False)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        outputs = list(pool.map(lambda prompt: llm.generate(prompt, greedy(max_tokens=9), use_tqdm=False)[0], prompts))
+    assert [output.outputs[0].token_ids for output in outputs] == expected
     assert_idle(llm.engine)
 
 

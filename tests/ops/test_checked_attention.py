@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
 import torch
 
 from tetrad.geometry import KVLayout, PagedKV
-from tetrad.ops import checked
-from tetrad.ops.compress import update_state
+from tetrad.ops import backends, checked, forced_backends
+from tetrad.ops.backends import Backend
+from tetrad.ops.compress import compress, update_state
 from tetrad.ops.kv_entries import copy_kv_entries, write_pooled_kv_entries
 from tetrad.ops.rotary import apply_rotary
 from tetrad.ops.sparse_attention import History, sparse_attention
@@ -109,3 +112,35 @@ def test_angles_on_another_device():
     """They were an error from the inside of torch."""
     with pytest.raises(ValueError, match=r"cos must be .*on cpu"):
         apply_rotary(torch.zeros(3, 8), *torch.zeros(2, 3, 2, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("request_ids", "position", "first", "text"),
+    [
+        ((7, 7, 7, -1), (4, 5, 6, 0), 4, r"row_request\[0\] is 7"),
+        ((1, 1, 1, -1), (4, 5, 6, 0), 5, r"first\[0\] is 5"),
+        ((1, 1, 1, -1), (4, 6, 7, 0), 4, r"position\[1\] is 6"),
+        ((1, 0, 1, -1), (4, 4, 5, 0), 4, r"position\[2\] is 5"),
+    ],
+)
+def test_checked_looks_at_the_rows_of_a_step(request_ids, position, first, text):
+    """A request that is not there was an index out of bounds, and rows that are not adjacent pooled other rows."""
+    step, state = torch.zeros(4, 2, 8), torch.zeros(2, 16, 2, 8)
+    row_request = torch.tensor(request_ids, dtype=torch.int32)
+    rows = (row_request, torch.tensor(position), torch.full((4,), first))
+    with checked(), pytest.raises(ValueError, match=text):
+        compress(step, state, *rows, ratio=4, overlap=True)
+
+
+@pytest.mark.parametrize("op", ["compress", "sparse_attention"])
+def test_a_forced_back_end_is_asked(op, monkeypatch):
+    """Both ops called the reference themselves, so another back end of theirs would never have run."""
+    other = types.SimpleNamespace(**{op: lambda *arguments, **options: "other"})
+    monkeypatch.setitem(sys.modules, "tetrad.ops.other", other)
+    monkeypatch.setitem(backends.BACKENDS, op, (Backend("other", "tetrad.ops.other", lambda *_: (True, "")),))
+    with forced_backends({op: "other"}):
+        if op == "sparse_attention":
+            assert attend() == "other"
+        else:
+            rows = (torch.zeros(1, dtype=torch.int32), torch.zeros(1).long(), torch.zeros(1).long())
+            assert compress(torch.zeros(1, 2, 8), torch.zeros(2, 16, 2, 8), *rows, ratio=4, overlap=True) == "other"

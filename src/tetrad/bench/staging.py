@@ -14,12 +14,15 @@ from tetrad.bench.device import versions
 from tetrad.core.engine_core import Drawn, EngineCore
 from tetrad.core.messages import Add, AddSequence, Sampling
 from tetrad.core.plan import StepPlan
-from tetrad.errors import check_whole
+from tetrad.errors import ConfigError, check_whole
 from tetrad.geometry import blocks_for
 from tetrad.runner.request_table import RequestTable
 
 _WARM_STEPS = 5
 _TOKEN = 7
+_MOST_TOKENS = 1 << 24
+_MOST_BLOCKS = 1 << 22
+"""The tables of so many take some hundred MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,17 @@ class _TableRunner:
         return [Drawn((_TOKEN,))] * plan.wanted
 
 
+def _check_size(sequences: int, longest: int) -> None:
+    if longest > _MOST_TOKENS:
+        raise ConfigError(f"context and steps may be {_MOST_TOKENS} tokens together; they are {longest}")
+    blocks = sequences * blocks_for(longest)
+    if blocks > _MOST_BLOCKS:
+        raise ConfigError(
+            f"{sequences} sequences of {longest} tokens have {blocks} blocks, and the tables of this measurement hold "
+            f"{_MOST_BLOCKS}; lower sequences or context"
+        )
+
+
 def run_staging(
     device: torch.device, *, sequences: int = 256, context: int = 1_000_000, steps: int = 101
 ) -> StagingResult:
@@ -97,10 +111,12 @@ def run_staging(
 
     Raises:
         ValueError, TypeError: a count is no integer of at least 1.
+        ConfigError: a count is so large that the tables of the measurement would not fit.
     """
     for name, value in (("sequences", sequences), ("context", context), ("steps", steps)):
         check_whole(name, value, 1)
     longest = context + _WARM_STEPS + steps + 2
+    _check_size(sequences, longest)
     table = RequestTable(
         requests=sequences, max_model_len_blocks=blocks_for(longest), step_rows=sequences, device=device
     )

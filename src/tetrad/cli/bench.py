@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from tetrad.bench import report, roofline
@@ -15,6 +14,7 @@ from tetrad.bench.device import resolve_device
 from tetrad.bench.measurement import BenchResult, run_bench
 from tetrad.bench.peers import contenders
 from tetrad.cli import bench_staging
+from tetrad.cli.flags import file_name
 from tetrad.cli.progress import Progress
 from tetrad.cli.signals import INTERRUPTED
 from tetrad.cli.stored import read_json
@@ -84,11 +84,11 @@ def add_command(commands: Any) -> None:
     group = indexer.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")
     group.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw times and a roofline into this file (default: none)"
+        "--png", type=file_name, metavar="FILE", help="draw times and a roofline into this file (default: none)"
     )
     group.add_argument(
         "--from-json",
-        type=Path,
+        type=file_name,
         metavar="FILE",
         help="measure nothing: print or draw what --json wrote into this file (default: measure)",
     )

@@ -72,7 +72,9 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     if not 1024 <= tokens <= longest:
         raise ConfigError(f"--tokens {parsed.tokens} is not possible; give at least 1K and at most {longest}")
     document = make_document(parsed.seed, tokens, questions=4)
-    if parsed.question:
+    if parsed.question is not None:
+        if not parsed.question.strip():
+            raise ConfigError("--question has no text; leave it out for four questions about the document")
         own = Question(f"Q: {parsed.question.strip()}\nA:", "", "yours", -1, ())
         document = Document(document.text, (own,))
     engine = LLMEngine(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from tetrad import bundled
-from tetrad.cli.flags import add_engine_flags, engine_args
+from tetrad.cli.flags import add_engine_flags, engine_args, file_name
 from tetrad.cli.progress import Progress
 from tetrad.cli.signals import INTERRUPTED
 from tetrad.cli.stored import read_json
@@ -64,14 +63,14 @@ def add_command(commands: Any) -> None:
     group = recall.add_argument_group("output")
     group.add_argument(
         "--from-json",
-        type=Path,
+        type=file_name,
         metavar="FILE",
         help="measure nothing: print or draw what --json --answers wrote into this file (default: measure)",
     )
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")
     group.add_argument("--answers", action="store_true", help="with --json: list every question with its answer")
     group.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw answers and entries found into this file (default: none)"
+        "--png", type=file_name, metavar="FILE", help="draw answers and entries found into this file (default: none)"
     )
     recall.set_defaults(run=run_recall_command, parser=recall)
 

@@ -9,13 +9,23 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tetrad.cli.parser import Parser, described
 from tetrad.config.args import EngineArgs
 from tetrad.errors import ConfigError, RequestError
 
-__all__ = ["Parser", "add_engine_flags", "engine_args", "flag_values", "json_object", "refuse_engine_flags"]
+__all__ = [
+    "Parser",
+    "add_engine_flags",
+    "engine_args",
+    "file_name",
+    "flag_values",
+    "json_object",
+    "refuse_engine_flags",
+    "token_ids",
+]
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -27,6 +37,21 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
     return value
+
+
+def file_name(text: str) -> Path:
+    """A flag's value that must name a file; ``Path`` would make the current folder of nothing."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a file is missing")
+    return Path(text)
+
+
+def token_ids(text: str) -> list[int]:
+    """A flag's value that must be token ids with commas or spaces between them."""
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not token ids, as in 5,17,3: {text!r}") from error
 
 
 @contextmanager
@@ -52,7 +77,7 @@ def add_engine_flags(
         without: fields that this command sets itself or has no use for, and why: their flags are refused with it.
     """
     parser.set_defaults(fallback_model=model)
-    text = "folder of the checkpoint, or bundled for the small model of this package"
+    text = EngineArgs.__dataclass_fields__["model"].metadata["help"]
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=described(text, model))
     groups: dict[str, Any] = {}
     for field in dataclasses.fields(EngineArgs):

@@ -11,16 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tetrad import __version__
+from tetrad import __version__, bundled
 from tetrad.cli.batch import Work, serve, stream
-from tetrad.cli.flags import add_engine_flags, engine_args, flag_values
+from tetrad.cli.flags import add_engine_flags, engine_args, file_name, flag_values, token_ids
 from tetrad.cli.progress import Progress
 from tetrad.cli.prompts import Item, items_of_lines, text_of
 from tetrad.cli.results import Text, opened, write_json
 from tetrad.cli.sampling_flags import add_sampling_flags
 from tetrad.cli.streams import is_terminal, name_of, read_bytes, require_output, say
 from tetrad.config.args import EngineArgs
-from tetrad.errors import ConfigError
 from tetrad.frontend.generation_config import GenerationConfig
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.sampling_params import SamplingParams
@@ -64,21 +63,21 @@ def add_command(commands: Any) -> None:
         help="a prompt; may be repeated (default: standard input)",
     )
     source.add_argument(
-        "--prompt-file", type=Path, metavar="FILE", help="a file that holds one prompt; - is standard input"
+        "--prompt-file", type=file_name, metavar="FILE", help="a file that holds one prompt; - is standard input"
     )
-    source.add_argument("--prompt-token-ids", metavar="IDS", help="a prompt as token ids: 5,17,3")
+    source.add_argument("--prompt-token-ids", type=token_ids, metavar="IDS", help="a prompt as token ids: 5,17,3")
     source.add_argument(
         "--input-jsonl",
-        type=Path,
+        type=file_name,
         metavar="FILE",
         help='a prompt per line: {"prompt": TEXT or [IDS]} or {"prompt_token_ids": [IDS]}, with a request_id and '
         "sampling parameters of its own beside it; or a line of an OpenAI batch for /v1/completions, whose model is "
-        "not looked at; - is stdin",
+        "not looked at and whose result is a line of ours with its custom_id; - is stdin",
     )
     results = parser.add_argument_group("results")
     results.add_argument(
         "--output",
-        type=Path,
+        type=file_name,
         metavar="FILE",
         help="write the results here instead of to stdout, in the order of the prompts. Each is in FILE.partial as "
         "soon as it is done; FILE appears at the end. The same command again does what is missing in FILE.partial",
@@ -108,7 +107,11 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     args = engine_args(parser, parsed)
     items = list(_items(parser, parsed, _sampling(parsed), args.seed))
     if not items:
-        parser.error("there is no prompt; give --prompt, --prompt-file, --input-jsonl, or text on standard input")
+        file = parsed.input_jsonl or parsed.prompt_file or Path("-")
+        where = "" if str(file) == "-" else f" in {file}"
+        parser.error(
+            f"there is no prompt{where}; give --prompt, --prompt-file, --input-jsonl, or text on standard input"
+        )
     as_json = parsed.json or parsed.input_jsonl is not None
     if _may_stream(parser, parsed, items, as_json=as_json):
         work = Work(_build(args), 1)
@@ -132,9 +135,10 @@ def _build(args: EngineArgs) -> LLMEngine:
     with Progress(lambda: f"loading {args.model}", rewrite=False):
         engine = LLMEngine(args, progress=is_terminal(sys.stderr))
     config = engine.config
+    index = config.index_cache_dtype
     say(
-        f"{config.model_path}: {config.dtype} on {config.device}, KV cache {config.kv_cache_dtype}, index cache "
-        f"{config.index_cache_dtype.dtype} ({config.index_cache_dtype.reason}), up to {config.max_model_len} tokens, "
+        f"{bundled.name_of(config.model_path)}: {config.dtype} on {config.device}, KV cache {config.kv_cache_dtype}, "
+        f"index cache {index.dtype} ({index.reason}), up to {config.max_model_len} tokens, "
         f"{engine.runner.sizes.blocks} blocks"
     )
     return engine
@@ -182,7 +186,7 @@ def _sampling(parsed: argparse.Namespace) -> SamplingParams:
     given: dict[str, Any] = {name: getattr(parsed, name) for name in (*_SAMPLING, *_INTEGERS) if hasattr(parsed, name)}
     optional = {
         "stop": parsed.stop,
-        "stop_token_ids": _ids(parsed.stop_token_ids, "--stop-token-ids"),
+        "stop_token_ids": parsed.stop_token_ids,
         "logit_bias": parsed.logit_bias,
         "ignore_eos": parsed.ignore_eos or None,
     }
@@ -191,15 +195,6 @@ def _sampling(parsed: argparse.Namespace) -> SamplingParams:
     args = engine_args(parsed.parser, parsed)
     defaults = GenerationConfig.load(args.model, args.generation_config).sampling_params
     return dataclasses.replace(defaults, **given)
-
-
-def _ids(text: str | None, flag: str) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError as error:
-        raise ConfigError(f"{flag} {text!r} is not a list of token ids; write 5,17,3") from error
 
 
 def _items(
@@ -211,7 +206,7 @@ def _items(
     if parsed.input_jsonl:
         yield from items_of_lines(read_bytes(parsed.input_jsonl), defaults, seed)
     elif parsed.prompt_token_ids is not None:
-        yield Item("0", _ids(parsed.prompt_token_ids, "--prompt-token-ids"), defaults)
+        yield Item("0", parsed.prompt_token_ids, defaults)
     elif parsed.prompt:
         for number, prompt in enumerate(parsed.prompt):
             yield Item(str(number), prompt, defaults)

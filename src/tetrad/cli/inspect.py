@@ -12,10 +12,11 @@ from typing import Any
 
 from tetrad import bundled
 from tetrad.cache.groups import format_bytes
-from tetrad.cli.flags import add_engine_flags, engine_args
+from tetrad.cli.flags import add_engine_flags, engine_args, token_ids
+from tetrad.cli.streams import is_terminal
 from tetrad.config import memory
 from tetrad.config.engine_config import EngineConfig
-from tetrad.errors import ConfigError
+from tetrad.errors import ConfigError, check_whole
 from tetrad.frontend.llm_engine import LLMEngine
 from tetrad.frontend.selection_recorder import describe_selection
 from tetrad.geometry import BLOCK_SIZE, IndexDtype, IndexLayout
@@ -43,7 +44,7 @@ def add_command(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "inspect",
-        help="show layers, parameters, memory and back ends of a model (reads only config.json)",
+        help="show layers, parameters, memory and back ends of a model (needs only config.json)",
         description="Describe a model by its config.json alone: layers, parameters, bytes of weights and caches, how "
         "many tokens and sequences fit, and which back end each op gets. The names deepseek-v4-flash and "
         "deepseek-v4-pro are the released models' configurations, which are in this package. With --selection, "
@@ -61,7 +62,7 @@ def add_command(commands: Any) -> None:
     source = group.add_mutually_exclusive_group()
     source.add_argument("--selection", metavar="TEXT", help="the prompt, as text (default: none, describe the model)")
     source.add_argument(
-        "--selection-token-ids", type=_token_ids, metavar="IDS", help="the prompt, as ids: 5,17,3 (default: none)"
+        "--selection-token-ids", type=token_ids, metavar="IDS", help="the prompt, as ids: 5,17,3 (default: none)"
     )
     group.add_argument("--selection-tokens", type=int, metavar="N", help="tokens to draw, the likeliest (default: 1)")
     parser.set_defaults(run=run, parser=parser)
@@ -72,8 +73,9 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     args = engine_args(parser, parsed)
     prompt = parsed.selection if parsed.selection is not None else parsed.selection_token_ids
     if prompt is not None:
-        engine = LLMEngine(args, progress=sys.stderr.isatty())
         count = 1 if parsed.selection_tokens is None else parsed.selection_tokens
+        check_whole("--selection-tokens", count, 1, error=ConfigError)
+        engine = LLMEngine(args, progress=is_terminal(sys.stderr))
         chosen = describe_selection(engine, prompt, count)
         print(json.dumps({"model": bundled.name_of(engine.config.model_path)} | chosen, indent=2))
         return 0
@@ -82,13 +84,6 @@ def run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     report = describe(EngineConfig.resolve(args))
     print(json.dumps(report, indent=2) if parsed.json else _text(report))
     return 0
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not token ids, as in 5,17,3: {text!r}") from error
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:

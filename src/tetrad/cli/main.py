@@ -34,9 +34,7 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Exit codes: 0 done; 1 a checkpoint, a prompt, a measurement or the writing of a file failed; 2 a flag, its value or
-    the model's configuration is wrong; 129 hangup; 130 interrupted; 141 the reader of standard output left; 143
-    ended by SIGTERM.
+    The exit codes are those of ``parser.EXIT_CODES``, which every help ends with.
     """
     with streams.guarded(), signals.caught() as signal:
         return signal.exit_code(_run(sys.argv[1:] if argv is None else argv))

@@ -17,16 +17,18 @@ HELP_WIDTH = 100
 EXIT_CODES = """\
 exit codes:
   0    done
-  1    something failed: a checkpoint, a prompt, a measurement, the writing of a file
-  2    a flag, its value or the model's configuration is wrong
-  130  interrupted"""
+  1    something failed: a checkpoint, a prompt, a measurement, the writing of a result
+  2    a flag, its value or the model's configuration is wrong, or results have nowhere to go
+  130  interrupted; 143 ended by SIGTERM, 129 by SIGHUP
+  141  the reader of standard output left"""
 _NEAR_FLAG = 0.75
 _NEAR_COMMAND = 0.6
 
 
 def described(text: str, default: Any) -> str:
     """The help text of a flag with its default, unless the text speaks of the default itself."""
-    if default is None or default is False or default in ("", [], ()) or "default" in text or callable(default):
+    speaks = re.search(r"\bdefault\b", text)
+    if default is None or default is False or default in ("", [], ()) or speaks or callable(default):
         return text
     return f"{text} (default {'on' if default is True else default})".replace("%", "%%")
 
@@ -110,6 +112,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line on what is wrong, one on where help is; exit code 2."""
+        if missing := re.fullmatch(r"argument (.*/)?(--[\w-]+): expected one argument", message):
+            message += f"; a value that begins with a dash is written as {missing[2]}=VALUE"
         message = re.sub(r"^argument (-[\w-]+)(/-[\w-]+)+", r"argument \1", message)  # without the aliases
         self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
 

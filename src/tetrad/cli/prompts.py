@@ -107,6 +107,7 @@ def _fill(item: Item, line: str, defaults: SamplingParams) -> None:
     record = json.loads(line)
     if not isinstance(record, dict):
         raise RequestError(_FORMS)
+    keys = list(record)
     name = _identifier(record, "request_id")
     item.custom_id = _identifier(record, "custom_id")
     for chosen in (item.custom_id, name):
@@ -115,7 +116,7 @@ def _fill(item: Item, line: str, defaults: SamplingParams) -> None:
     if "body" in record:
         record, known = _body(record), ("prompt", *_NEUTRAL, *_UNREAD)
     elif not any(key in record for key in _PROMPTS):
-        raise RequestError(f"{_FORMS}; this one has {', '.join(map(repr, record)) or 'no keys'}")
+        raise RequestError(f"{_FORMS}; this one has {', '.join(map(repr, keys)) or 'no keys'}")
     item.prompt = _prompt(record)
     _refuse_unknown(record, (*known, *sorted(_SAMPLING)))
     item.params = dataclasses.replace(defaults, **record)
@@ -137,8 +138,9 @@ def _prompt(record: dict[str, Any]) -> Any:
     prompt = record.pop(given[0])
     if given == ["prompt_token_ids"] and not isinstance(prompt, list):
         raise RequestError(f"prompt_token_ids is a list of token ids, not {type(prompt).__name__}")
-    if isinstance(prompt, dict):
-        raise RequestError("a prompt is text or a list of token ids, not an object")
+    if not isinstance(prompt, (str, list)):
+        kind = "an object" if isinstance(prompt, dict) else json.dumps(prompt)
+        raise RequestError(f"a prompt is text or a list of token ids, not {kind}")
     if given == ["prompt"] and isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]  # clients of OpenAI's completions send a list, even of one
     if isinstance(prompt, list) and any(isinstance(part, (str, list, dict)) for part in prompt):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tetrad.cli.flags import json_object
+from tetrad.cli.flags import json_object, token_ids
 from tetrad.cli.parser import described
 from tetrad.frontend.sampling_params import SamplingParams
 
@@ -51,7 +51,10 @@ def add_sampling_flags(group: Any) -> None:
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated (default: none)"
     )
     group.add_argument(
-        "--stop-token-ids", metavar="IDS", help="end with one of these tokens, too: 5,17 (default: the model's own)"
+        "--stop-token-ids",
+        type=token_ids,
+        metavar="IDS",
+        help="end with one of these tokens as well: 5,17 (default: only the model's own)",
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     group.add_argument(

@@ -157,7 +157,8 @@ def read_bytes(path: Path) -> bytes:
     try:
         data = path.read_bytes() if str(path) != "-" else _read_input()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {name_of(path)}: {error}") from error
+        reason = getattr(error, "strerror", None) or error  # the name is there once
+        raise ConfigError(f"cannot read {name_of(path)}: {reason}") from error
     if data.startswith(_UTF16):
         raise ConfigError(f"cannot read {name_of(path)}: it is UTF-16; convert it to UTF-8")
     return data

@@ -13,7 +13,7 @@ from tetrad.core.sequence import Sequence, Status
 from tetrad.errors import DeviceLostError
 
 ATTEMPTS = 2
-"""Steps in a row that an exception may end before the sequences in them are given up."""
+"""Failed steps after which a sequence that was in them, and got no further in between, is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Runner(Protocol):
 class EngineCore:
     """Sequences in, tokens out, one step at a time.
 
-    When an exception ends a step, all sequences that ran are computed anew, which changes none of their tokens; after
-    two such steps in a row those that were in both end with an error. Nothing hangs, and no block is lost, wherever the
-    exception (or an interrupt from the keyboard) came from.
+    When an exception ends a step, all sequences that ran are computed anew, which changes none of their tokens. One
+    that was in two such steps, and got no further between them, ends with an error. Nothing hangs, and no block is
+    lost, wherever the exception (or an interrupt from the keyboard) came from.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
@@ -117,16 +117,17 @@ class EngineCore:
         """Run one step. One message for each sequence that got a token, or ended, in it."""
         self._settle()
         self._unsettled = True
+        chosen: dict[Sequence, int] = {}
         try:
             plan = self.scheduler.schedule()
-            sequences = self.scheduler.chosen
+            chosen = {sequence: sequence.computed for sequence in self.scheduler.chosen}
             if plan.segments:
-                self._commit(plan, sequences, self.runner.execute(plan))
+                self._commit(plan, list(chosen), self.runner.execute(plan))
         except DeviceLostError as error:
             self._lost = str(error)
             self._end_all(self._lost)
         except Exception as error:
-            self._failed(error)
+            self._failed(error, chosen)
         self._unsettled = False
         return self._hand_over()
 
@@ -156,8 +157,9 @@ class EngineCore:
         self._touched |= {sequence.number: sequence for sequence in drawing}
         self.scheduler.commit(accepted)
         self.computed_rows += sum(accepted)
+        for sequence in sequences:
+            sequence.progress()
         for sequence, one in zip(drawing, drawn, strict=True):
-            sequence.failures = 0
             if one.error is not None:
                 sequence.finish("error", one.error)
             else:
@@ -165,14 +167,18 @@ class EngineCore:
             if sequence.status is Status.FINISHED:
                 self.scheduler.leave(sequence)
 
-    def _failed(self, error: Exception) -> None:
-        """Compute everything anew; give up what an exception has ended twice."""
-        failed = self.scheduler.chosen or list(self.scheduler.sequences.values())
+    def _failed(self, error: Exception, chosen: dict[Sequence, int]) -> None:
+        """Compute everything anew; give up what an exception has ended twice at one place.
+
+        chosen: the sequences of the step, and how far each was before it; none where the step was not put together,
+        which is then everybody's failure.
+        """
+        failed = chosen or {sequence: sequence.computed for sequence in self.scheduler.sequences.values()}
         self._restart()
-        for sequence in failed:
-            sequence.failures += 1
+        for sequence, computed in failed.items():
+            sequence.fail(computed)
             if sequence.failures >= ATTEMPTS and sequence.number in self.scheduler.sequences:
-                self._end(sequence, f"{ATTEMPTS} steps in a row failed; the last with {type(error).__name__}: {error}")
+                self._end(sequence, f"{ATTEMPTS} of its steps failed; the last with {type(error).__name__}: {error}")
 
     def _end_all(self, reason: str) -> None:
         self._restart()

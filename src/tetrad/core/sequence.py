@@ -26,8 +26,9 @@ class Sequence:
     """One continuation of a prompt, or a prefix that others wait for (``draws`` is false: it draws no token).
 
     computed: tokens whose keys are in the caches; request: its row in the request table while it runs; blocks: its
-    block table; failures: steps in a row that an exception ended; reported: output tokens that the front end knows;
-    started: when the first of its tokens was computed; on_device: whether the request table has its last token.
+    block table; failures: steps that an exception ended since it last got further than ``failed_at``, the
+    furthest place where one did; reported: output tokens that the front end knows; started: when the first of its
+    tokens was computed; on_device: whether the request table has its last token.
     """
 
     added: AddSequence
@@ -41,6 +42,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     preemptions: int = 0
     failures: int = 0
+    failed_at: int = NONE
     reported: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -97,6 +99,20 @@ class Sequence:
         """Wait again, with nothing computed. What it held is the caller's to free."""
         self.status, self.computed, self.request, self.blocks = Status.WAITING, 0, NONE, []
         self.on_device, self._decode = False, None
+
+    def fail(self, computed: int) -> None:
+        """An exception has ended a step that it was in with so many tokens computed before."""
+        self.failures += 1
+        self.failed_at = max(self.failed_at, computed)
+
+    def progress(self) -> None:
+        """A step has gone well. It counts where it went on beyond the place that had failed.
+
+        The chunks before that place are computed anew each time, so their success says nothing: a chunk that always
+        fails would be tried for ever.
+        """
+        if self.computed > self.failed_at:
+            self.failures = 0
 
     def append(self, token_ids: SequenceOf[int], logprobs: SequenceOf[TokenLogprobs]) -> None:
         """Take drawn tokens, up to one that ends the output. The last of them is in the request table."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
@@ -88,13 +89,15 @@ class LLM:
         """
         if not (isinstance(use_tqdm, bool) or callable(use_tqdm)):
             raise RequestError(f"use_tqdm must be true, false or a class like tqdm, not {type(use_tqdm).__name__}")
+        # a bar of tqdm's own cannot be drawn where standard error is closed
+        quiet = not use_tqdm or (use_tqdm is True and sys.stderr is None)
         make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
         finished: dict[str, RequestOutput] = {}
         before = self.engine.request_ids
         try:
             ids = self.engine.add_requests(read_prompts(prompts), sampling_params)
             unfinished = set(ids)
-            with make_bar(total=len(ids), desc="requests", disable=not use_tqdm) as bar:
+            with make_bar(total=len(ids), desc="requests", disable=quiet) as bar:
                 while unfinished:
                     for output in self.engine.step(finished_only=True, only=unfinished):
                         unfinished.discard(output.request_id)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import random
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
+from typing import Any, TypeVar
 
 from tetrad.config.args import EngineArgs
 from tetrad.config.engine_config import EngineConfig
@@ -25,10 +28,22 @@ from tetrad.frontend.tokenizer import Tokenizer, require_tokenizer
 from tetrad.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _in_turn(method: F) -> F:
+    """Calls from several threads wait for one another; a call may make another."""
+
+    @functools.wraps(method)
+    def locked(self: LLMEngine, *args: Any, **options: Any) -> Any:
+        with self._turn:
+            return method(self, *args, **options)
+
+    return locked  # type: ignore[return-value]
 
 
 class LLMEngine:
-    """Serves many requests at once. Not thread-safe: one caller adds, steps and aborts.
+    """Serves many requests at once. Calls from several threads take turns; a step runs for the requests of all.
 
     ``add_request`` checks everything that a request can get wrong, so that ``step`` never fails because of one. What
     goes in is copied and what comes out is a copy: nothing that the caller does to either changes a running request.
@@ -61,6 +76,7 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             chunked_prefill=config.chunked_prefill,
         )
+        self._turn = threading.RLock()
         self.requests: dict[str, Request] = {}
         self._choices: dict[int, Choice] = {}
         self._kept: dict[str, RequestOutput] = {}
@@ -95,6 +111,7 @@ class LLMEngine:
             raise ConfigError(f"{self.config.model_path} has no tokenizer.json; add the file, or name a tokenizer")
         return self.tokenizer
 
+    @_in_turn
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
         """Queue a prompt. Returns the request's id.
 
@@ -118,6 +135,7 @@ class LLMEngine:
         request = self._request(prompt, self.default_sampling_params if params is None else params)
         return self._queue([request], request_id)[0]
 
+    @_in_turn
     def add_requests(
         self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None
     ) -> list[str]:
@@ -224,6 +242,7 @@ class LLMEngine:
             return self._seeds.getrandbits(64)
         return resolve_seed(params, index)
 
+    @_in_turn
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request and free what it holds. Returns its output so far, None if it is not here."""
         self._settle()
@@ -240,12 +259,13 @@ class LLMEngine:
         self._unsettled = False
         return self._kept.pop(request_id)
 
+    @_in_turn
     def step(self, *, finished_only: bool = False, only: Collection[str] | None = None) -> list[RequestOutput]:
         """Run one step. Returns the output of every request that got a token (or ended) in it.
 
-        An exception inside a step ends no request: what ran is computed anew, with the same tokens. Only where the next
-        step fails too, the requests in it end with an error. After an interrupt the next call goes on where this one
-        was left.
+        An exception inside a step ends no request: what ran is computed anew, with the same tokens. Only a request that
+        was in two such steps, and got no further between them, ends with an error. After an interrupt the next call
+        goes on where this one was left.
 
         Args:
             finished_only: leave out requests that go on. An output is a copy of all tokens so far, so those of long

@@ -109,6 +109,23 @@ def check_tables(block_tables: Tensor, row_request: Tensor, visible_end: Tensor,
         )
 
 
+def check_step_rows(row_request: Tensor, position: Tensor, first: Tensor, requests: int) -> None:
+    """Refuse requests that are not there, and rows that do not follow one another from ``first`` on.
+
+    Raises:
+        ValueError: naming the row
+    """
+    if not looks_at_values(position):
+        return
+    _refuse("row_request", row_request, row_request >= requests, f"must be below {requests}, the requests of state")
+    real = row_request >= 0
+    begin = torch.arange(len(position), dtype=torch.int64, device=position.device) - (position - first)
+    _refuse("first", first, real & (first > position), "must not be behind the row's own position")
+    strange = (begin < 0) | (row_request[begin.clamp(0, max(len(position) - 1, 0))] != row_request)
+    what = "must follow the positions of its request's rows before it, which are adjacent and begin at first"
+    _refuse("position", position, real & strange, what)
+
+
 def check_slots(name: str, slots: Tensor, end: int, *, distinct: bool = False) -> None:
     """Refuse slots behind the pages and, with ``distinct``, two equal ones; negative ones stand for none.
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tetrad.errors import check_whole
 from tetrad.ops.arguments import check_switch, check_tensor
-from tetrad.ops.checked import check_slots
-from tetrad.ops.compress import reference
+from tetrad.ops.backends import Problem, backend_module
+from tetrad.ops.checked import check_slots, check_step_rows
 from tetrad.torch_settings import without_autocast
 
 __all__ = ["compress", "update_state"]
@@ -40,7 +40,7 @@ def compress(
 
     Raises:
         ValueError: for a wrong shape or ratio, a ring shorter than what an entry pools, or with ``overlap`` an odd
-            width
+            width; inside of :func:`tetrad.ops.checked` also for requests and positions that are not as above
         TypeError: for a wrong type or dtype
     """
     _check_rows(step, state)
@@ -54,7 +54,9 @@ def compress(
     pooled = 2 * ratio if overlap else ratio
     if state.shape[1] < pooled:
         raise ValueError(f"an entry pools {pooled} tokens, but the rings of state have {state.shape[1]} places")
-    return reference.compress(step, state, row_request, position, first, ratio=ratio, overlap=overlap)
+    check_step_rows(row_request, position, first, state.shape[0])
+    backend = backend_module("compress", step.device, Problem())
+    return backend.compress(step, state, row_request, position, first, ratio=ratio, overlap=overlap)
 
 
 @without_autocast
@@ -85,14 +87,15 @@ def update_state(
     _check_rows(step, state)
     check_tensor("slots", slots, torch.int64, (step.shape[0],), "rows", step.device)
     check_slots("slots", slots, state.shape[0] * state.shape[1], distinct=True)
+    backend = backend_module("compress", step.device, Problem())
     if (checkpoints is None) != (checkpoint_slots is None):
         raise ValueError("checkpoints and checkpoint_slots go together; give both or neither")
     if checkpoints is not None and checkpoint_slots is not None:
         _check_rows(step, checkpoints, "checkpoints")
         check_tensor("checkpoint_slots", checkpoint_slots, torch.int64, (step.shape[0],), "rows", step.device)
         check_slots("checkpoint_slots", checkpoint_slots, checkpoints.shape[0] * checkpoints.shape[1], distinct=True)
-        reference.update_state(step, checkpoints, checkpoint_slots)
-    reference.update_state(step, state, slots)
+        backend.update_state(step, checkpoints, checkpoint_slots)
+    backend.update_state(step, state, slots)
 
 
 def _check_rows(step: Tensor, state: Tensor, name: str = "state") -> None:

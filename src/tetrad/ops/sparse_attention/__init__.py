@@ -11,8 +11,8 @@ from tetrad.errors import check_whole
 from tetrad.formats.arguments import described
 from tetrad.geometry import PagedKV, check_paged
 from tetrad.ops.arguments import check_real, check_tensor
+from tetrad.ops.backends import Problem, backend_module
 from tetrad.ops.checked import check_rows, check_slots, check_tables
-from tetrad.ops.sparse_attention import reference
 from tetrad.torch_settings import without_autocast
 
 __all__ = ["History", "sparse_attention"]
@@ -84,7 +84,8 @@ def sparse_attention(
             _check_history(compressed_slots, compressed, rows)
         else:
             _check_slots("compressed_slots", compressed_slots, compressed, rows)
-    return reference.sparse_attention(q, sinks, window, window_slots, compressed, compressed_slots, scale=scale)
+    backend = backend_module("sparse_attention", q.device, Problem(str(window.layout.dtype), dim, heads))
+    return backend.sparse_attention(q, sinks, window, window_slots, compressed, compressed_slots, scale=scale)
 
 
 def _check_cache(cache: PagedKV, dim: int, device: torch.device) -> None:
