@@ -14,13 +14,15 @@ from tetrad.ops.plan_indexer import BLOCK, LEAST_SLOTS
 def enumerate_units(requests: list[int], ends: list[int], slots: int, width: int) -> list[list[int]]:
     """Try every number of blocks to a unit, the smallest first; walk rows in order."""
     seen = [0 if request < 0 else end for request, end in zip(requests, ends, strict=True)]
+    blocks_of = torch.tensor([-(-end // BLOCK) for end in seen], dtype=torch.int64)
     for per_unit in range(1, max(1, -(-width // BLOCK)) + 1):
-        units = []
+        if int(((blocks_of + per_unit - 1) // per_unit).sum()) > slots:
+            continue  # listing them all took minutes for tens of thousands of rows
+        units: list[list[int]] = []
         for row, end in enumerate(seen):
             blocks = -(-end // BLOCK)
             units += [[row, first, min(per_unit, blocks - first), end] for first in range(0, blocks, per_unit)]
-        if len(units) <= slots:
-            return units + [[-1, 0, 0, 0]] * (slots - len(units))
+        return units + [[-1, 0, 0, 0]] * (slots - len(units))
     raise AssertionError("one unit a row always fits")
 
 
