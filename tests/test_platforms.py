@@ -41,8 +41,8 @@ def test_the_refusal():
 
 
 def test_auto_takes_fp4_where_it_is_served(caplog):
-    assert resolve("auto") == ResolvedIndexDtype("fp4", "auto", "the slow back end serves fp4 on cpu")
-    assert records(caplog) == [("INFO", "index cache dtype auto: fp4, because the slow back end serves fp4 on cpu")]
+    assert resolve("auto") == ResolvedIndexDtype("fp4", "auto", "the slow back end supports fp4 on cpu")
+    assert records(caplog) == [("INFO", "index cache dtype auto: fp4, because the slow back end supports fp4 on cpu")]
 
 
 @pytest.mark.parametrize(("head_dim", "offered"), [(128, REFUSED), (40, SERVED), (128, [])])

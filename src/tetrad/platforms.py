@@ -92,7 +92,7 @@ def resolve_index_dtype(
 ) -> ResolvedIndexDtype:
     """The dtype of the index cache. To be called once per engine, since it logs.
 
-    "auto" takes fp4 where a back end serves it and fp8 elsewhere, never fails, and logs its choice. "fp4" (or
+    "auto" takes fp4 where a back end supports it and fp8 elsewhere, never fails, and logs its choice. "fp4" (or
     "mxfp4") on a platform that cannot serve it logs one warning and becomes fp8. Everything else is taken as asked.
 
     Args:
@@ -115,7 +115,7 @@ def resolve_index_dtype(
     if dtype == "auto":
         if refusal is None:
             serving = next(answer.name for answer in support if answer.supported)
-            resolved = ResolvedIndexDtype("fp4", requested, f"the {serving} back end serves fp4 on {platform.arch}")
+            resolved = ResolvedIndexDtype("fp4", requested, f"the {serving} back end supports fp4 on {platform.arch}")
         else:
             resolved = ResolvedIndexDtype("fp8", requested, refusal)
         logger.info("index cache dtype auto: %s, because %s", resolved.dtype, resolved.reason)

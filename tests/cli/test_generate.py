@@ -41,7 +41,7 @@ def test_a_prompt(tetrad, model, expected):
     run = tetrad("generate", model, *ENGINE, *GREEDY, "--prompt", PROMPT)
     assert run.code == 0
     assert run.out == expected(PROMPT).outputs[0].text + "\n"
-    assert "index cache fp4 (the reference back end serves fp4 on cpu), up to 128 tokens, 2 blocks" in run.err
+    assert "index cache fp4 (the reference back end supports fp4 on cpu), up to 128 tokens, 2 blocks" in run.err
     assert f"{len(expected(PROMPT).prompt_token_ids)} tokens read, 5 written in" in run.err
 
 

@@ -170,7 +170,8 @@ class LLMEngine:
 
     def _check_name(self, request_id: str) -> None:
         if not isinstance(request_id, str):
-            raise RequestError(f"request_id must be a string, not {request_id!r}")
+            what = "a request's id is a string, and stands behind its prompt and its parameters"
+            raise RequestError(f"request_id must be a string, not {type(request_id).__name__}: {what}")
         if request_id in self.requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request; choose another")
         if request_id in self._kept:
@@ -244,8 +245,14 @@ class LLMEngine:
 
     @_in_turn
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Stop a request and free what it holds. Returns its output so far, None if it is not here."""
+        """Stop a request and free what it holds. Returns its output so far, None if it is not here.
+
+        Raises:
+            RequestError: ``request_id`` is no string.
+        """
         self._settle()
+        if not isinstance(request_id, str):
+            raise RequestError(f"abort takes the id of one request, not {type(request_id).__name__}; call it for each")
         request = self.requests.get(request_id)
         if request is None:
             return self._kept.pop(request_id, None)

@@ -23,7 +23,7 @@ Store 100 keys in FP4, score them for one query row, choose the best 8, and comp
     assert torch.isin(best.long(), exact).sum() >= 6  # FP4 finds nearly all of them
 
 Each op is a folder: the public function with its contract, ``reference.py`` in torch, and faster back ends beside it.
-The fastest back end that serves a call is taken by itself. :mod:`tetrad.ops.backends` lists them, and
+The fastest back end that supports a call is taken by itself. :mod:`tetrad.ops.backends` lists them, and
 :func:`forced_backends` sends calls to the one that you name. :func:`checked` makes the ops look at values too, where
 they otherwise only look at types and shapes.
 

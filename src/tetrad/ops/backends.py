@@ -61,7 +61,7 @@ class Choice:
     refusals: tuple[tuple[str, str], ...]
 
 
-def _serves_everything(platform: Platform, problem: Problem) -> tuple[bool, str]:
+def _supports_everything(platform: Platform, problem: Problem) -> tuple[bool, str]:
     return True, "plain torch runs on every device"
 
 
@@ -73,10 +73,10 @@ def _sm90_plan(platform: Platform, problem: Problem) -> tuple[bool, str]:
 
 
 def _sm90_scorer(platform: Platform, problem: Problem) -> tuple[bool, str]:
-    served = problem.dtype in ("fp4", "fp8") and problem.head_dim == 128 and problem.heads in (32, 64)
-    if platform.arch == "sm_90" and not served:
+    fits = problem.dtype in ("fp4", "fp8") and problem.head_dim == 128 and problem.heads in (32, 64)
+    if platform.arch == "sm_90" and not fits:
         return False, (
-            f"serves fp4 and fp8 keys of 128 channels and 32 or 64 heads, not {problem.dtype} keys of "
+            f"supports fp4 and fp8 keys of 128 channels and 32 or 64 heads, not {problem.dtype} keys of "
             f"{problem.head_dim} channels and {problem.heads} heads"
         )
     return _sm90_plan(platform, problem)
@@ -103,7 +103,7 @@ def _triton_scorer(platform: Platform, problem: Problem) -> tuple[bool, str]:
         return False, f"{platform.arch} has no tensor cores for bf16"
     least = 32 if problem.dtype in ("fp4", "fp8") else 16
     if not least <= problem.head_dim <= 256 or problem.head_dim & (problem.head_dim - 1):
-        return False, f"serves {least} to 256 channels of {problem.dtype}, a power of two, not {problem.head_dim}"
+        return False, f"supports {least} to 256 channels of {problem.dtype}, a power of two, not {problem.head_dim}"
     return True, "portable Triton"
 
 
@@ -113,12 +113,12 @@ def _triton_keys(platform: Platform, problem: Problem) -> tuple[bool, str]:
     if platform.arch.startswith("sm_") and int(platform.arch[3:]) < 80:
         return False, f"{platform.arch} has no conversion to bf16"
     if not 32 <= problem.head_dim <= 512 or problem.head_dim & (problem.head_dim - 1):
-        return False, f"serves 32 to 512 channels, a power of two, not {problem.head_dim}"
+        return False, f"supports 32 to 512 channels, a power of two, not {problem.head_dim}"
     return True, "portable Triton"
 
 
 def _reference(op: str) -> Backend:
-    return Backend("reference", f"tetrad.ops.{op}.reference", _serves_everything)
+    return Backend("reference", f"tetrad.ops.{op}.reference", _supports_everything)
 
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {
@@ -142,7 +142,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
     "compress": (_reference("compress"),),
     "sparse_attention": (_reference("sparse_attention"),),
 }
-"""The back ends of every op, the preferred one first. The last one serves everything."""
+"""The back ends of every op, the preferred one first. The last one supports everything."""
 
 UNPROVEN: Mapping[tuple[str, str], str] = {}
 """(op, back end) that is not chosen yet, and why; none at present. A kernel that no device has run stands here: it is
