@@ -8,6 +8,8 @@ from tetrad.cli.demo import _spans
 from tetrad.cli.main import main
 from tetrad.runner.sampler import SampledToken, Sampler
 
+pytestmark = pytest.mark.slow
+
 
 def test_demo(capsys):
     """It answers, shows what the indexer chose, and proves that decoding equals a recompute."""

@@ -26,6 +26,8 @@ from tetrad.core.engine_core import ATTEMPTS
 from tetrad.errors import DeviceLostError
 from tetrad.ops import row_invariant
 
+pytestmark = pytest.mark.slow
+
 ARITHMETIC = {name for _, name, function in bound_ops() if function.__module__ == row_invariant.__name__}
 """Functions of numbers alone, which every layer calls between its ops."""
 
