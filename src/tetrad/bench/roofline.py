@@ -9,7 +9,7 @@ from typing import Any
 from tetrad.bench.cases import Case, Kind, Op, Shape
 from tetrad.bench.costs import cost_of, floor_of
 from tetrad.bench.measurement import BenchResult, Result
-from tetrad.errors import ConfigError
+from tetrad.pictures import require_matplotlib, save
 
 _COLORS = {"fp4": "#D55E00", "fp8": "#0072B2", "bf16": "#000000", "fp32": "#CC79A7", "": "#009E73"}
 """Okabe and Ito's palette, which the colour-blind can tell apart. A dtype has its place on the row too, for grey."""
@@ -20,36 +20,13 @@ _LEAST_APART = 0.026
 """Labels of one column are at least so far apart, in heights of the axes."""
 
 
-def require_matplotlib() -> Any:
-    """matplotlib.pyplot, drawing to files.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'tetrad[plot]', or leave out --png") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def picture(result: BenchResult, path: Path) -> None:
     """Draw a measurement (see :func:`draw`) and write it to ``path`` (PNG).
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    plt = require_matplotlib()
-    figure = draw(result)
-    try:
-        figure.savefig(path, dpi=140, format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
-    finally:
-        plt.close(figure)
+    save(draw(result), path)
 
 
 def draw(result: BenchResult) -> Any:

@@ -21,6 +21,7 @@ from tetrad.cli.stored import read_json
 from tetrad.cli.streams import is_terminal, say
 from tetrad.errors import ConfigError
 from tetrad.geometry import IndexDtype
+from tetrad.pictures import require_matplotlib
 
 T = TypeVar("T")
 _EXAMPLES = (
@@ -99,7 +100,7 @@ def add_command(commands: Any) -> None:
 def run_indexer_command(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     """Measure and print; 1 if a result was wrong or a call failed."""
     if parsed.png:
-        roofline.require_matplotlib()  # known before the measurement, not after it
+        require_matplotlib()  # known before the measurement, not after it
         if not parsed.png.absolute().parent.is_dir():
             raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
     if parsed.from_json:

@@ -16,6 +16,7 @@ from tetrad.config.engine_config import parse_tokens
 from tetrad.errors import ConfigError
 from tetrad.eval import picture, report
 from tetrad.eval.recall import RecallProgress, RecallSettings, Variant, run_recall
+from tetrad.pictures import require_matplotlib
 
 _SET_HERE = {
     "index_cache_dtype": "it measures the formats that --variants names",
@@ -98,7 +99,7 @@ def run_recall_command(parser: argparse.ArgumentParser, parsed: argparse.Namespa
         seed=parsed.document_seed,
     )
     if parsed.png:
-        picture.require_matplotlib()  # known before the measurement, not after it
+        require_matplotlib()  # known before the measurement, not after it
         if not parsed.png.absolute().parent.is_dir():
             raise ConfigError(f"--png {parsed.png}: there is no folder {parsed.png.absolute().parent}")
     if parsed.from_json:

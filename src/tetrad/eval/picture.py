@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tetrad.errors import ConfigError
 from tetrad.eval.recall import BASELINE, RecallResult
 from tetrad.eval.report import Cell, cells, command, tokens_text
+from tetrad.pictures import require_matplotlib, save
 
 _COLORS = ("#000000", "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#E69F00", "#56B4E9")
 """Okabe and Ito's palette, which the colour-blind can tell apart; markers and lines tell them apart in grey."""
@@ -20,36 +20,13 @@ _DODGE = 0.16
 """Variants stand so far apart beside their length, in units of one length."""
 
 
-def require_matplotlib() -> Any:
-    """matplotlib.pyplot, drawing to files.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'tetrad[plot]', or leave --png out") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def picture(result: RecallResult, path: Path) -> None:
     """Draw a measurement (see :func:`draw`) and write it to ``path`` (PNG).
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    plt = require_matplotlib()
-    figure = draw(result)
-    try:
-        figure.savefig(path, dpi=140, format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
-    finally:
-        plt.close(figure)
+    save(draw(result), path)
 
 
 def draw(result: RecallResult) -> Any:

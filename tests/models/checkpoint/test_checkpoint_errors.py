@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tetrad.errors import CheckpointError
 from tetrad.models.checkpoint import dummy_state, load_checkpoint, write_checkpoint
 from tetrad.models.checkpoint.files import CheckpointFiles
-from tetrad.models.checkpoint.reader import infer_tile
 from tetrad.models.config import ModelConfig
 
 CONFIG = tiny_config("flash", expert_dtype="fp4", n_routed_experts=3, hidden_size=256, vocab_size=64)
@@ -340,25 +339,6 @@ def test_an_error_says_which_of_two_was_read(change: Callable[[Path], str], good
     error = error_of(folder)
     assert re.search(pattern, error)
     assert "cannot be used:" in error
-
-
-@pytest.mark.parametrize(
-    ("shape", "grid", "tile"),
-    [
-        ((256, 384), (2, 3), (128, 128)),
-        ((200, 130), (2, 2), (128, 128)),  # not 100 and 65
-        ((64, 64), (1, 1), (128, 128)),
-        ((64, 64), (2, 2), (32, 32)),
-        ((64, 4096), (64, 32), (1, 128)),
-        ((60, 90), (2, 3), (32, 32)),
-        ((60, 60), (5, 6), (12, 10)),
-        ((60, 60), (7, 1), None),
-        ((60, 60), (0, 1), None),
-        ((60, 60), (60,), None),
-    ],
-)
-def test_tile_sizes(shape: tuple[int, ...], grid: tuple[int, ...], tile: tuple[int, int] | None):
-    assert infer_tile(shape, grid) == tile
 
 
 class LargestResult(TorchDispatchMode):

@@ -10,6 +10,7 @@ from tests.tiny import hf_model, tiny_config
 
 from tetrad.models.checkpoint import TensorKind, expected_tensors
 from tetrad.models.checkpoint.names import native_parts
+from tetrad.models.checkpoint.reader import infer_tile
 from tetrad.models.checkpoint.tensors import parameter_name, scale_name
 from tetrad.models.config import ModelConfig
 
@@ -90,3 +91,22 @@ def test_parameter_and_scale_names():
     assert parameter_name("layers.3.ffn.shared_experts.w2.weight") == ("layers.3.ffn.shared_experts.w2.weight", None)
     assert parameter_name("layers.3.attn.attn_sink") == ("layers.3.attn.attn_sink", None)
     assert scale_name("layers.3.ffn.experts.17.w2.weight") == "layers.3.ffn.experts.17.w2.scale"
+
+
+@pytest.mark.parametrize(
+    ("shape", "grid", "tile"),
+    [
+        ((256, 384), (2, 3), (128, 128)),
+        ((200, 130), (2, 2), (128, 128)),  # not 100 and 65
+        ((64, 64), (1, 1), (128, 128)),
+        ((64, 64), (2, 2), (32, 32)),
+        ((64, 4096), (64, 32), (1, 128)),
+        ((60, 90), (2, 3), (32, 32)),
+        ((60, 60), (5, 6), (12, 10)),
+        ((60, 60), (7, 1), None),
+        ((60, 60), (0, 1), None),
+        ((60, 60), (60,), None),
+    ],
+)
+def test_tile_sizes(shape: tuple[int, ...], grid: tuple[int, ...], tile: tuple[int, int] | None):
+    assert infer_tile(shape, grid) == tile
